@@ -1,0 +1,116 @@
+"""How experts reach the kernels, decided for each layer and step by measured cost.
+
+Every choice computes the same bits; they differ in what crosses the bus and in who waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from noria.experts.slab import ExpertLayer
+
+
+class Movement(StrEnum):
+    RESIDENT = "resident"  # on the device for good
+    WHOLE = "whole"  # all experts, prefetched through the ring; nobody reads the routing
+    SELECTIVE = "selective"  # only the used ones: the host reads the routing first
+    GATHER = "gather"  # kernels read the used ones straight from pinned host memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What was chosen for a layer, and why in a few words."""
+
+    movement: Movement
+    why: str
+
+
+class LinkRates(Protocol):
+    """What the policy wants to know of a link."""
+
+    def rate_gbps(self, nbytes: int) -> float:
+        """Host-to-device GB/s of copies of this size."""
+
+    @property
+    def latency_us(self) -> float:
+        """From the host's decision to the first byte."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What a policy may look at.
+
+    Attributes:
+        n_tokens: of the batch.
+        coverage: share of the layer's experts that this many tokens are expected to use, 0-1.
+        rates: of the link.
+        can_gather: kernels can read this layer's experts where they are.
+        can_prefetch: the ring runs beside the compute.
+    """
+
+    n_tokens: int
+    coverage: float
+    rates: LinkRates
+    can_gather: bool
+    can_prefetch: bool
+
+
+Policy = Callable[[ExpertLayer, Situation], Decision]
+
+
+def uniform_coverage(n_tokens: int, n_expert: int, n_expert_used: int) -> float:
+    """Expected share of experts used by `n_tokens` if each chose at random."""
+    return 1.0 - (1.0 - n_expert_used / n_expert) ** n_tokens
+
+
+def whole(layer: ExpertLayer, situation: Situation) -> Decision:
+    return Decision(movement=Movement.WHOLE, why="asked for")
+
+
+def selective(layer: ExpertLayer, situation: Situation) -> Decision:
+    return Decision(movement=Movement.SELECTIVE, why="asked for")
+
+
+def cheapest(layer: ExpertLayer, situation: Situation) -> Decision:
+    """Whole streams unless moving only the used experts, in line, takes less time.
+
+    A whole stream moves every byte at the link's best rate, ahead of the compute. The alternatives move only the used
+    slabs, but nothing of it can begin before this layer's routing is known: selective copies pay the way to the host
+    and back, a gather does not.
+    """
+    rates, n_expert = situation.rates, layer.n_expert
+    slab_nbytes = max(t.slab_nbytes for t in layer.tensors)
+    used_nbytes = situation.coverage * layer.nbytes
+    whole_us = layer.nbytes / rates.rate_gbps(layer.nbytes // 3) / 1e3
+    used_us = used_nbytes / rates.rate_gbps(slab_nbytes) / 1e3
+    few = Movement.SELECTIVE
+    if situation.can_gather:
+        few = Movement.GATHER
+        used_us = used_nbytes / rates.rate_gbps(layer.nbytes // 3) / 1e3
+    else:
+        used_us += 2 * rates.latency_us
+    n_used = situation.coverage * n_expert
+    figures = f"{n_used:.0f} of {n_expert} experts: {used_us:.0f} us, all: {whole_us:.0f} us"
+    if whole_us <= used_us or (situation.can_prefetch and situation.coverage > 0.98):
+        return Decision(movement=Movement.WHOLE, why=figures)
+    return Decision(movement=few, why=figures)
+
+
+def inline(layer: ExpertLayer, situation: Situation) -> Decision:
+    """The same bytes as `cheapest` would move by copies, without a ring to hide them."""
+    few = Situation(
+        n_tokens=situation.n_tokens,
+        coverage=situation.coverage,
+        rates=situation.rates,
+        can_gather=False,
+        can_prefetch=False,
+    )
+    return cheapest(layer, few)
+
+
+OFF = "off"  # the one name that also says where copies run: in line on the compute queue, the A of every A/B
+
+POLICIES: dict[str, Policy] = {OFF: inline, "whole": whole, "selective": selective, "auto": cheapest}

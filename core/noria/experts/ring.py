@@ -1,0 +1,195 @@
+"""The prefetch ring: a few device slots through which units of experts pass, filled while earlier ones are computed.
+
+Protocol. The ring owns its slots; a unit owns a slot from `fill` to `release`. Slots are used in turn.
+
+    copy queue:     wait(slot.free)  copies  record(ready)
+    compute queue:  wait(ready)      ops     record(free)
+
+`ready` keeps compute from reading a slot before its copy is done; `free` keeps the copy from overwriting a slot that is
+still being read. Both are waited for by the device where it can. Forbidden: filling a slot whose unit has not been
+released (the caller never has more fills outstanding than there are slots), and enqueuing ops on a slot after its
+`release`. Slots never grow or move: recorded work keeps their addresses.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from noria.api import DeviceBuffer, Event, ExpertTable, Queue, Span, Tensor, align_up
+from noria.experts.chaos import Chaos
+from noria.experts.meter import Meter
+from noria.experts.slab import Unit, unit_layout
+from noria.experts.tables import RangeTables, TableKey, packed_table
+
+
+@dataclass(slots=True)
+class Slot:
+    """A device buffer of the ring, and who used it last.
+
+    Attributes:
+        span: room for a unit.
+        tables: device memory for the three tables of a packed unit; `staging`: their host side.
+    """
+
+    span: Span
+    tables: Span
+    staging: Span
+    ready: Event | None = None
+    free: Event | None = None
+    unit: Unit | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filled:
+    """A unit whose copies have been enqueued. Valid until released."""
+
+    unit: Unit
+    slot: Slot
+    tables: tuple[ExpertTable, ExpertTable, ExpertTable]
+    ready: Event
+
+
+def slot_nbytes_for(layers: Iterable[Sequence[int]], n_expert: int, table_unit: int, alignment: int) -> int:
+    """Bytes of a slot: the largest expert tensor, padded; at least one expert's unit. `layers`: slab sizes of each."""
+    most = 0
+    for slabs in layers:
+        layout = unit_layout(slabs, table_unit, alignment)
+        most = max(most, layout.nbytes(1), *(align_up(n_expert * stride, alignment) for stride in layout.strides))
+    return most
+
+
+@dataclass
+class Ring:
+    """Slots, the two queues, and what is metered. `copy` is the compute queue itself when prefetch is off."""
+
+    slots: list[Slot]
+    copy: Queue
+    compute: Queue
+    range_tables: RangeTables
+    meter: Meter
+    chaos: Chaos | None = None
+    _turn: int = field(default=0, init=False)
+
+    @property
+    def inline(self) -> bool:
+        return self.copy is self.compute
+
+    @property
+    def slot_nbytes(self) -> int:
+        return self.slots[0].span.nbytes
+
+    @property
+    def buffers(self) -> set[DeviceBuffer]:
+        return {slot.span.buffer for slot in self.slots if isinstance(slot.span.buffer, DeviceBuffer)}
+
+    def fill(self, unit: Unit) -> Filled:
+        """Enqueue the copies of `unit` into the next slot."""
+        slot = self.slots[self._turn % len(self.slots)]
+        assert slot.unit is None, f"slot {self._turn % len(self.slots)} still holds experts of layer {slot.unit}"
+        self._turn += 1
+        slot.unit = unit
+        before = self.copy.record("copy idle") if self.meter.enabled else None
+        if slot.free is not None:
+            self.copy.wait(slot.free)
+        if self.chaos is not None:
+            self.chaos.spoil(self.copy, slot.span)
+        start = self.copy.record("copy start") if self.meter.enabled else None
+        caps = self.copy.device.caps
+        layout = unit_layout([t.slab_nbytes for t in unit.layer.tensors], caps.table_unit, caps.buffer_alignment)
+        self.copy.copy_regions(unit.regions(slot.span, layout))
+        wheres = self._range_wheres(unit, layout.strides) or self._packed_wheres(unit, layout.strides, slot)
+        parts = unit.parts(slot.span, layout)
+        gate, up, down = (
+            ExpertTable(spans=(part,), where=where, type=t.type, n_out=t.n_out, n_in=t.n_in, slab_nbytes=t.slab_nbytes)
+            for t, part, where in zip(unit.layer.tensors, parts, wheres, strict=True)
+        )
+        slot.ready = self.copy.record("ready")
+        self.meter.copied(self.copy, unit, before, start, slot.ready)
+        return Filled(unit=unit, slot=slot, tables=(gate, up, down), ready=slot.ready)
+
+    def acquire(self, filled: Filled) -> None:
+        """Make compute wait for the unit's copies."""
+        before = self.compute.record("compute idle") if self.meter.enabled else None
+        if not self.inline:
+            self.compute.wait(filled.ready)
+        after = self.compute.record("compute start") if self.meter.enabled else None
+        self.meter.stalled(self.compute, filled.unit, before, after, inline=self.inline)
+        if self.chaos is not None:
+            self.chaos.dawdle(self.compute)
+
+    def release(self, filled: Filled) -> None:
+        """Give the slot back once the compute enqueued so far is done."""
+        if self.chaos is not None:
+            self.chaos.dawdle(self.compute)
+        filled.slot.free = self.compute.record("free")
+        filled.slot.unit = None
+        self.meter.computed(self.compute, filled.unit, filled.slot.free)
+
+    def _range_wheres(self, unit: Unit, strides: Sequence[int]) -> list[Tensor] | None:
+        if not isinstance(unit.experts, range):
+            return None
+        first, end = unit.bounds
+        return [self.range_tables[TableKey(unit.layer.n_expert, first, end, stride)] for stride in strides]
+
+    def _packed_wheres(self, unit: Unit, strides: Sequence[int], slot: Slot) -> list[Tensor]:
+        """Tables of experts that were only known now: copied with the unit, under the same two events."""
+        if slot.ready is not None:
+            slot.ready.wait()  # the staging memory may still be read by the last fill of this slot
+        n_expert, unit_nbytes = unit.layer.n_expert, self.copy.device.caps.table_unit
+        wheres = []
+        step = slot.tables.nbytes // 3
+        for i, stride in enumerate(strides):
+            table = packed_table(tuple(unit.experts), n_expert, stride, unit_nbytes)
+            slot.staging.sub(i * step, n_expert * 4).host_view(np.int32)[:] = table
+            wheres.append(Tensor(slot.tables.sub(i * step, n_expert * 4), "I32", (n_expert,)))
+        self.copy.copy_h2d(slot.tables, slot.staging)
+        return wheres
+
+
+class Prefetcher:
+    """Sends a sequence of units through the ring, as far ahead of the compute as the slots allow.
+
+    With waits on the device, all other slots are being filled while one is computed. Where waits block the host, one
+    slot less: then the slot to be filled next was released a whole unit ago, and the host hardly waits. Where
+    submitting itself blocks, copies are submitted after the compute they should run beside.
+    """
+
+    def __init__(self, ring: Ring, units: Iterator[Unit]) -> None:
+        self.ring = ring
+        self._units = units
+        self._pending: deque[Filled] = deque()
+        caps = ring.compute.device.caps
+        n_slots = len(ring.slots)
+        self._ahead = n_slots - 1 if caps.device_wait else max(1, n_slots - 2)
+        if ring.inline:
+            self._ahead = 0  # a copy in line with the compute gains nothing from being early
+        self._compute_first = caps.blocking_submit and not ring.inline
+
+    def start(self) -> None:
+        """Begin to fill, before the first unit is asked for."""
+        if not self.ring.inline:
+            self._fill(self._ahead + 1)
+
+    def next(self) -> Filled:
+        """The next unit, with compute made to wait for it."""
+        self._fill(1 if self._compute_first else self._ahead + 1)
+        filled = self._pending.popleft()
+        self.ring.acquire(filled)
+        return filled
+
+    def release(self, filled: Filled) -> None:
+        """Done with a unit: everything that reads it has been enqueued."""
+        self.ring.release(filled)
+        if self._compute_first:
+            self._fill(self._ahead)
+
+    def _fill(self, count: int) -> None:
+        while len(self._pending) < min(count, len(self.ring.slots)):
+            unit = next(self._units, None)
+            if unit is None:
+                return
+            self._pending.append(self.ring.fill(unit))

@@ -1,0 +1,126 @@
+"""The decoder that most architectures are variants of: pre-norm, grouped-query attention, gated feed-forward.
+
+Source: Touvron et al. 2023, arXiv 2302.13971 (the block); Ainslie et al. 2023, arXiv 2305.13245 (grouped heads);
+Jiang et al. 2024, arXiv 2401.04088 (top-k experts in place of the feed-forward block).
+"""
+
+from __future__ import annotations
+
+from noria.api import Glu, KVView, RopeParams, RouterParams, Tensor
+from noria.gguf import ModelFile
+from noria.models.base import Model, MoeSpec, WeightSpec
+from noria.models.graph import Graph
+from noria.models.hparams import HParams
+
+
+class Decoder(Model):
+    """Subclasses say what differs. Optional tensors (biases, rope factors) are applied when the file has them."""
+
+    rope_neox: bool
+    qk_norm = False  # RMS norm of each head of Q and K before RoPE
+
+    def __init__(self, file: ModelFile, hparams: HParams) -> None:
+        super().__init__(file, hparams)
+        p = hparams
+        self.rope_params = RopeParams(n_dims=p.rope_dims, base=p.rope_base, neox=self.rope_neox, scale=p.rope_scale)
+        self.router_params = RouterParams(normalize=True, scale=p.expert_weights_scale)
+        self.output_name = "output" if "output.weight" in file.tensors else "token_embd"  # tied
+
+    # --- forward -------------------------------------------------------------------------------------------------
+
+    def embed(self, g: Graph, h: Tensor, ids: Tensor) -> None:
+        g.embed(h, "token_embd.weight", ids)  # [n, n_embd]
+
+    def attention(self, g: Graph, layer: int, h: Tensor, positions: Tensor, kv: KVView, n_kv: int) -> None:
+        p, blk, n = self.hparams, f"blk.{layer}", h.shape[0]
+        x = g.rms_norm(h, f"{blk}.attn_norm", p.rms_eps)  # [n, n_embd]
+        q = g.linear(x, f"{blk}.attn_q").reshape(n, p.n_head, p.head_dim)
+        k = g.linear(x, f"{blk}.attn_k").reshape(n, p.n_head_kv, p.head_dim)
+        v = g.linear(x, f"{blk}.attn_v").reshape(n, p.n_head_kv, p.head_dim_v)
+        if self.qk_norm:
+            q = g.rms_norm(q, f"{blk}.attn_q_norm", p.rms_eps, out=q)
+            k = g.rms_norm(k, f"{blk}.attn_k_norm", p.rms_eps, out=k)
+        g.rope(q, positions, self.rope_params, "rope_freqs.weight")
+        g.rope(k, positions, self.rope_params, "rope_freqs.weight")
+        o = g.attend(q, k, v, kv, positions, n_kv=n_kv, scale=p.attention_scale)  # [n, n_head * head_dim_v]
+        g.linear_add(h, o, f"{blk}.attn_output")
+
+    def moe(self, layer: int) -> MoeSpec | None:
+        if not self.hparams.n_expert:
+            return None
+        gate, up, down = (f"blk.{layer}.ffn_{part}_exps.weight" for part in ("gate", "up", "down"))
+        return MoeSpec(gate=gate, up=up, down=down, router=self.router_params, kind=Glu.SWIGLU)
+
+    def route(self, g: Graph, layer: int, h: Tensor, x: Tensor, ids: Tensor, weights: Tensor, *, forced: bool) -> None:
+        g.rms_norm(h, f"blk.{layer}.ffn_norm", self.hparams.rms_eps, out=x)  # [n, n_embd]
+        scores = g.linear(x, f"blk.{layer}.ffn_gate_inp", type="F32")  # [n, n_expert]
+        g.kernels.route_topk(g.queue, ids, weights, scores, self.router_params, forced=forced)
+
+    def ffn(self, g: Graph, layer: int, h: Tensor) -> None:
+        blk = f"blk.{layer}"
+        x = g.rms_norm(h, f"{blk}.ffn_norm", self.hparams.rms_eps)  # [n, n_embd]
+        gate, up = g.linear(x, f"{blk}.ffn_gate"), g.linear(x, f"{blk}.ffn_up")  # [n, n_ff]
+        g.linear_add(h, g.glu(gate, up, Glu.SWIGLU), f"{blk}.ffn_down")
+
+    def output(self, g: Graph, h: Tensor) -> Tensor:
+        x = g.rms_norm(h, "output_norm", self.hparams.rms_eps)  # [n, n_embd]
+        return g.linear(x, self.output_name, type="F32")  # [n, n_vocab]
+
+    # --- tensors -------------------------------------------------------------------------------------------------
+
+    def weights(self) -> list[WeightSpec]:
+        p = self.hparams
+        specs = [
+            WeightSpec(name="token_embd.weight", shape=(p.n_vocab, p.n_embd), layer=None),
+            WeightSpec(name="output_norm.weight", shape=(p.n_embd,), layer=p.n_layer),
+            WeightSpec(name=f"{self.output_name}.weight", shape=(p.n_vocab, p.n_embd), layer=p.n_layer),
+            WeightSpec(name=f"{self.output_name}.bias", shape=(p.n_vocab,), layer=p.n_layer, optional=True),
+        ]
+        for layer in range(p.n_layer):
+            specs += self._attention_weights(layer)
+            specs += self._moe_weights(layer) if self.moe(layer) else self._ffn_weights(layer)
+        return specs
+
+    def _attention_weights(self, layer: int) -> list[WeightSpec]:
+        p = self.hparams
+        specs = [_norm(layer, "attn_norm", p.n_embd)]
+        specs += _linear(layer, "attn_q", p.n_head * p.head_dim, p.n_embd)
+        specs += _linear(layer, "attn_k", p.n_head_kv * p.head_dim, p.n_embd)
+        specs += _linear(layer, "attn_v", p.n_head_kv * p.head_dim_v, p.n_embd)
+        specs += _linear(layer, "attn_output", p.n_embd, p.n_head * p.head_dim_v)
+        if self.qk_norm:
+            specs += [_norm(layer, "attn_q_norm", p.head_dim), _norm(layer, "attn_k_norm", p.head_dim)]
+        # One tensor for the whole model, wanted by the attention of every layer.
+        specs.append(WeightSpec(name="rope_freqs.weight", shape=(p.rope_dims // 2,), layer=layer, optional=True))
+        return specs
+
+    def _moe_weights(self, layer: int) -> list[WeightSpec]:
+        p = self.hparams
+        specs = [_norm(layer, "ffn_norm", p.n_embd), *_linear(layer, "ffn_gate_inp", p.n_expert, p.n_embd)]
+        for part, n_out, n_in in (
+            ("gate", p.n_ff_exp, p.n_embd),
+            ("up", p.n_ff_exp, p.n_embd),
+            ("down", p.n_embd, p.n_ff_exp),
+        ):
+            name = f"blk.{layer}.ffn_{part}_exps.weight"
+            specs.append(WeightSpec(name=name, shape=(p.n_expert, n_out, n_in), layer=layer, experts=True))
+        return specs
+
+    def _ffn_weights(self, layer: int) -> list[WeightSpec]:
+        p = self.hparams
+        specs = [_norm(layer, "ffn_norm", p.n_embd)]
+        specs += _linear(layer, "ffn_gate", p.n_ff, p.n_embd)
+        specs += _linear(layer, "ffn_up", p.n_ff, p.n_embd)
+        specs += _linear(layer, "ffn_down", p.n_embd, p.n_ff)
+        return specs
+
+
+def _norm(layer: int, name: str, width: int) -> WeightSpec:
+    return WeightSpec(name=f"blk.{layer}.{name}.weight", shape=(width,), layer=layer)
+
+
+def _linear(layer: int, name: str, n_out: int, n_in: int) -> list[WeightSpec]:
+    return [
+        WeightSpec(name=f"blk.{layer}.{name}.weight", shape=(n_out, n_in), layer=layer),
+        WeightSpec(name=f"blk.{layer}.{name}.bias", shape=(n_out,), layer=layer, optional=True),
+    ]

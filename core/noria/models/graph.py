@@ -1,0 +1,104 @@
+"""The ops as model code writes them: weights by name, outputs in a workspace, one queue.
+
+A `Graph` belongs to one device. Its workspace is a stack inside one buffer: `scope` gives back what was allocated in
+it. Run with kernels that only take notes, the same model code tells the memory plan how much workspace and scratch it
+needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from noria.api import Glu, Kernels, KVView, Queue, RopeParams, Span, Tensor, align_up, tensor_nbytes
+from noria.api.errors import ModelError
+
+
+@dataclass
+class Workspace:
+    """A stack of tensors in `span`. `peak` is the most it ever held, in bytes."""
+
+    span: Span
+    alignment: int
+    used: int = 0
+    peak: int = 0
+
+    def tensor(self, type: str, *shape: int) -> Tensor:
+        nbytes = tensor_nbytes(type, shape)
+        tensor = Tensor(self.span.sub(self.used, nbytes), type, shape)
+        self.used += align_up(nbytes, self.alignment)
+        self.peak = max(self.peak, self.used)
+        return tensor
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        used = self.used
+        try:
+            yield
+        finally:
+            self.used = used
+
+
+class Graph:
+    """Enqueues ops on one device's compute queue. Methods return tensors that live until the current scope ends."""
+
+    def __init__(
+        self, kernels: Kernels, queue: Queue, weights: Mapping[str, Tensor], workspace: Workspace, scratch: Span
+    ) -> None:
+        self.kernels = kernels
+        self.queue = queue
+        self.weights = weights
+        self.workspace = workspace
+        self.scratch = scratch
+        self.activation_type = kernels.device.caps.activation_type
+
+    def weight(self, name: str) -> Tensor:
+        if name not in self.weights:
+            raise ModelError(f"the model has no tensor '{name}' on {self.kernels.device.info.id}")
+        return self.weights[name]
+
+    def has(self, name: str) -> bool:
+        return name in self.weights
+
+    def new(self, *shape: int, type: str | None = None) -> Tensor:
+        return self.workspace.tensor(type or self.activation_type, *shape)
+
+    def embed(self, out: Tensor, table: str, ids: Tensor) -> None:
+        """out: F32 [n, n_embd]; ids: I32 [n]."""
+        self.kernels.get_rows(self.queue, out, self.weight(table), ids)
+
+    def rms_norm(self, x: Tensor, name: str, eps: float, out: Tensor | None = None) -> Tensor:
+        out = out or self.new(*x.shape)
+        self.kernels.rms_norm(self.queue, out, x, self.weight(f"{name}.weight"), eps)
+        return out
+
+    def linear(self, x: Tensor, name: str, type: str | None = None) -> Tensor:
+        """x [n, n_in] -> [n, n_out], with `name`.bias if the file has one."""
+        w = self.weight(f"{name}.weight")
+        out = self.new(x.shape[0], w.shape[0], type=type)
+        self.kernels.matmul(self.queue, out, w, x, bias=self.weights.get(f"{name}.bias"), scratch=self.scratch)
+        return out
+
+    def linear_add(self, h: Tensor, x: Tensor, name: str) -> None:
+        """h += linear(x): the end of a residual branch. h: F32 [n, n_embd]."""
+        w, bias = self.weight(f"{name}.weight"), self.weights.get(f"{name}.bias")
+        self.kernels.matmul(self.queue, h, w, x, bias=bias, accumulate=True, scratch=self.scratch)
+
+    def rope(self, x: Tensor, positions: Tensor, params: RopeParams, freq_factors: str) -> None:
+        """In place. x: [n, n_head, head_dim]."""
+        self.kernels.rope(self.queue, x, positions, params, self.weights.get(freq_factors))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: KVView, positions: Tensor, *, n_kv: int, scale: float
+    ) -> Tensor:
+        """Store k and v, attend with q: [n, n_head, d_k] -> [n, n_head * d_v]."""
+        self.kernels.kv_store(self.queue, kv, k, v, positions)
+        out = self.new(q.shape[0], q.shape[1], kv.d_v)
+        self.kernels.attention(self.queue, out, q, kv, positions, n_kv=n_kv, scale=scale, scratch=self.scratch)
+        return out.reshape(q.shape[0], q.shape[1] * kv.d_v)
+
+    def glu(self, gate: Tensor, up: Tensor, kind: Glu) -> Tensor:
+        """In place of `gate`."""
+        self.kernels.glu(self.queue, gate, gate, up, kind)
+        return gate

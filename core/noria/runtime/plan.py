@@ -1,0 +1,436 @@
+"""The memory plan: every buffer of a run, counted before anything is loaded.
+
+Sizes come from the tensors of the file, from the contract's own layouts, and from running the model code dry, so a plan
+is exact: the engine allocates these buffers and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from noria.api import BufferUsage, KVView, align_up, tensor_nbytes
+from noria.api.errors import ConfigError, DoesNotFit, OpUnsupported
+from noria.api.ops import Op, Support
+from noria.experts import RangeTables, TableKey, UnitLayout, slot_nbytes_for, split_range, unit_layout
+from noria.gguf import ModelFile
+from noria.models import Model
+from noria.runtime.config import MIN_SLOTS, EngineConfig
+from noria.runtime.dryrun import DryRun, PhantomBuffer
+from noria.runtime.kv_cache import kv_layer_nbytes, kv_views
+from noria.runtime.placement import StageSpec, is_auto, moe_layers, most_cpu_moe, offloaded_layers
+
+MIB = 1024 * 1024
+DEFAULT_N_CTX = 4096
+DEFAULT_N_UBATCH = 2048
+LEAST_N_UBATCH = 32
+LOGITS_NBYTES = 64 * MIB  # of all positions' logits, this much at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The numbers a plan is made for."""
+
+    n_ctx: int
+    n_batch: int
+    n_ubatch: int
+    n_slots: int
+    n_cpu_moe: int
+    type_k: str
+    type_v: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBuffer:
+    """One row of the plan: a buffer, or several of one kind."""
+
+    label: str
+    usage: BufferUsage
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """The buffers of one stage.
+
+    Attributes:
+        offloaded: its layers whose experts stay in host RAM.
+        streamed: whether those pass through a ring here (they do not on the host device).
+        slot_nbytes: of one slot; 0 without a ring.
+        layouts: how a unit of each offloaded layer lies in a slot.
+        tables: the expert tables to upload.
+        n_logits: rows of logits computed at once.
+        buffers: what is allocated, by a key the stage knows it by.
+    """
+
+    spec: StageSpec
+    offloaded: frozenset[int]
+    streamed: bool
+    slot_nbytes: int
+    layouts: dict[int, UnitLayout]
+    tables: RangeTables
+    n_logits: int
+    dry: DryRun
+    buffers: dict[str, PlannedBuffer]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def lines(self) -> list[str]:
+        """Rows of a plain table, in MiB."""
+        return [f"    {buffer.label:<32}{buffer.nbytes / MIB:>12.1f}" for buffer in self.buffers.values()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """A plan that may or may not fit.
+
+    Attributes:
+        capacity: what each stage's device may use, by stage.
+        host_nbytes: experts in host RAM.
+        notes: what was changed to make it fit, one line each.
+    """
+
+    choice: Choice
+    stages: list[StagePlan]
+    capacity: list[int]
+    host_nbytes: int
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def shortfall(self) -> int:
+        """Bytes missing on the device that is most over; 0 or less if it fits."""
+        used: dict[int, int] = {}
+        room: dict[int, int] = {}
+        for stage, capacity in zip(self.stages, self.capacity, strict=True):
+            key = id(stage.spec.device)
+            used[key] = used.get(key, 0) + stage.nbytes
+            room[key] = capacity
+        return max(used[key] - room[key] for key in used)
+
+    def rows(self) -> Iterator[tuple[str, str, int]]:
+        """(device, what, bytes), in the order of a table."""
+        for stage in self.stages:
+            for buffer in stage.buffers.values():
+                yield stage.spec.device.info.id, buffer.label, buffer.nbytes
+
+    def text(self) -> str:
+        """The plan as a plain table, in MiB."""
+        c = self.choice
+        lines = [
+            f"memory plan (-c {c.n_ctx} -b {c.n_batch} -ub {c.n_ubatch} -ncmoe {c.n_cpu_moe} "
+            f"-ctk {c.type_k.lower()} -ctv {c.type_v.lower()} --prefetch-slots {c.n_slots}), MiB:"
+        ]
+        for stage, capacity in zip(self.stages, self.capacity, strict=True):
+            layers = f"layers {stage.spec.layers[0]}-{stage.spec.layers[-1]}" if stage.spec.layers else "output"
+            lines.append(f"  {stage.spec.device.info.id} ({stage.spec.device.info.name}), {layers}")
+            lines += stage.lines()
+            lines.append(f"    {'sum':<32}{stage.nbytes / MIB:>12.1f}  of {capacity / MIB:.1f} usable")
+        lines.append(f"  host RAM\n    {'experts':<32}{self.host_nbytes / MIB:>12.1f}")
+        return "\n".join(lines)
+
+
+class Planner:
+    """Makes plans for one model on given stages."""
+
+    def __init__(self, file: ModelFile, model: Model, stages: Sequence[StageSpec], config: EngineConfig) -> None:
+        self.file, self.model, self.stages, self.config = file, model, stages, config
+        self.most_cpu_moe = most_cpu_moe(model, stages, config)
+        self.capacity = [self._capacity(stage) for stage in stages]
+        self._dry: dict[tuple[int, int, int, int, str, str], DryRun] = {}
+
+    def _capacity(self, stage: StageSpec) -> int:
+        """Usable bytes: what is free less a margin, or what the user named."""
+        if self.config.memory_nbytes is not None and not stage.host:
+            return self.config.memory_nbytes
+        return stage.device.memory_free() - min(512 * MIB, stage.device.info.memory_nbytes // 32)
+
+    # --- choosing ------------------------------------------------------------------------------------------------
+
+    def make(self) -> MemoryPlan:
+        """The best plan within what the user fixed.
+
+        Raises:
+            DoesNotFit: there is none; says by how much, and names the smallest single change that would fit.
+            OpUnsupported: a device cannot run an op of this model at all, or may not fall back.
+            ConfigError: the flags contradict each other or the model.
+        """
+        first = self._first_choice()
+        notes: list[str] = []
+        for choice, note in self._candidates(first):
+            plan = self.plan(choice)
+            if plan.shortfall <= 0:
+                self._check_ops(plan)
+                return replace(plan, notes=[*notes, note] if note else notes)
+        plan = self.plan(replace(first, n_cpu_moe=self.most_cpu_moe) if is_auto(self.config.n_cpu_moe) else first)
+        raise DoesNotFit(self._tightest(plan), plan.shortfall, self._remedy(plan), plan.text())
+
+    def _first_choice(self) -> Choice:
+        config, hparams = self.config, self.model.hparams
+        n_ctx = config.n_ctx or min(DEFAULT_N_CTX, hparams.n_ctx_train)
+        n_batch = min(config.n_prompt or n_ctx, n_ctx) if is_auto(config.n_batch) else min(int(config.n_batch), n_ctx)
+        n_ubatch = DEFAULT_N_UBATCH if is_auto(config.n_ubatch) else int(config.n_ubatch)
+        return Choice(
+            n_ctx=n_ctx,
+            n_batch=n_batch,
+            n_ubatch=min(n_ubatch, n_batch),
+            n_slots=config.prefetch_slots,
+            n_cpu_moe=0 if is_auto(config.n_cpu_moe) else min(int(config.n_cpu_moe), self.most_cpu_moe),
+            type_k=config.type_k,
+            type_v=config.type_v,
+        )
+
+    def _candidates(self, first: Choice) -> Iterator[tuple[Choice, str]]:
+        """Choices within what the user fixed, best first, each with a note on what was given up."""
+        least = self._with_least_cpu_moe(first)
+        yield least, ""
+        choice = replace(first, n_cpu_moe=self.most_cpu_moe) if is_auto(self.config.n_cpu_moe) else first
+        while is_auto(self.config.n_batch) and choice.n_batch > max(choice.n_ubatch, LEAST_N_UBATCH):
+            choice = replace(choice, n_batch=max(choice.n_batch // 2, choice.n_ubatch))
+            yield choice, f"-b lowered to {choice.n_batch}: experts cross the bus once for each so many tokens"
+        while is_auto(self.config.n_ubatch) and choice.n_ubatch > LEAST_N_UBATCH:
+            n_ubatch = choice.n_ubatch // 2
+            n_batch = min(choice.n_batch, n_ubatch) if is_auto(self.config.n_batch) else choice.n_batch
+            choice = replace(choice, n_ubatch=n_ubatch, n_batch=n_batch)
+            yield choice, f"-ub lowered to {n_ubatch} to fit"
+        while choice.n_slots > MIN_SLOTS:
+            choice = replace(choice, n_slots=choice.n_slots - 1)
+            yield choice, f"the ring has {choice.n_slots} slots instead of {first.n_slots}: there is no room for more"
+
+    def _with_least_cpu_moe(self, choice: Choice) -> Choice:
+        """With -ncmoe auto: the fewest offloaded layers that fit (all of them if none do)."""
+        if not is_auto(self.config.n_cpu_moe):
+            return choice
+        low, high = 0, self.most_cpu_moe
+        while low < high:
+            middle = (low + high) // 2
+            if self.plan(replace(choice, n_cpu_moe=middle)).shortfall <= 0:
+                high = middle
+            else:
+                low = middle + 1
+        return replace(choice, n_cpu_moe=high)
+
+    def _tightest(self, plan: MemoryPlan) -> str:
+        over = [stage.nbytes - capacity for stage, capacity in zip(plan.stages, plan.capacity, strict=True)]
+        return plan.stages[over.index(max(over))].spec.device.info.id
+
+    def _remedy(self, plan: MemoryPlan) -> str:
+        """The single change that fits and gives up least."""
+        fitting: list[tuple[int, str]] = []
+        for choice, words in self._single_changes(plan.choice):
+            other = self.plan(choice)
+            if other.shortfall <= 0:
+                fitting.append((-other.shortfall, words))
+                if len(fitting) == 8:
+                    break
+        if not fitting:
+            return "No single change makes it fit; use a smaller model or quantization, or a device with more memory."
+        return f"The smallest single change that fits: {min(fitting)[1]}."
+
+    def _single_changes(self, choice: Choice) -> Iterator[tuple[Choice, str]]:
+        """For each number the smallest change that fits, if there is one, found by bisection over its values."""
+        more_offloaded = range(choice.n_cpu_moe + 1, self.most_cpu_moe + 1)
+        for values, key, flag in (
+            (more_offloaded, "n_cpu_moe", "-ncmoe"),
+            (range(choice.n_slots - 1, MIN_SLOTS - 1, -1), "n_slots", "--prefetch-slots"),
+            (_steps_down(choice.n_ctx, 256), "n_ctx", "-c"),
+            (_steps_down(choice.n_batch, LEAST_N_UBATCH), "n_batch", "-b"),
+            (_steps_down(choice.n_ubatch, LEAST_N_UBATCH), "n_ubatch", "-ub"),
+        ):
+
+            def changed(value: int, key: str = key) -> Choice:
+                new = replace(choice, **{key: value})  # type: ignore[arg-type]  # all these fields are numbers
+                n_batch = min(new.n_batch, new.n_ctx)
+                return replace(new, n_batch=n_batch, n_ubatch=min(new.n_ubatch, n_batch))
+
+            low, high = 0, len(values)
+            while low < high:
+                middle = (low + high) // 2
+                if self.plan(changed(values[middle])).shortfall <= 0:
+                    high = middle
+                else:
+                    low = middle + 1
+            if low < len(values):
+                yield changed(values[low]), f"{flag} {values[low]}"
+        if (choice.type_k, choice.type_v) != ("Q8_0", "Q8_0") and all(
+            "Q8_0" in stage.device.caps.kv_types for stage in self.stages
+        ):
+            yield replace(choice, type_k="Q8_0", type_v="Q8_0"), "-ctk q8_0 -ctv q8_0"
+
+    def _check_ops(self, plan: MemoryPlan) -> None:
+        for stage in plan.stages:
+            for query, support in stage.dry.queries.items():
+                device = stage.spec.device
+                hint = ""
+                if query.op in (Op.ATTENTION, Op.KV_STORE):
+                    hint = f"KV types of {device.info.id}: {', '.join(device.caps.kv_types)} (-ctk, -ctv)."
+                if support is Support.IMPOSSIBLE:
+                    raise OpUnsupported(device.info.backend, query, hint)
+                if support is Support.MISSING and not self.config.fallback:
+                    hint = hint or "Leave out --no-fallback to run it on the reference, slowly."
+                    raise OpUnsupported(device.info.backend, query, hint)
+
+    # --- counting ------------------------------------------------------------------------------------------------
+
+    def plan(self, choice: Choice) -> MemoryPlan:
+        """Count every buffer of `choice`."""
+        offloaded = offloaded_layers(self.model, self.stages, self.config, choice.n_cpu_moe)
+        stages = [self._stage(i, stage, choice, offloaded) for i, stage in enumerate(self.stages)]
+        host_nbytes = sum(
+            self.file.tensors[name].nbytes
+            for layer, moe in moe_layers(self.model, range(self.model.hparams.n_layer)).items()
+            if layer in offloaded
+            for name in (moe.gate, moe.up, moe.down)
+        )
+        return MemoryPlan(choice=choice, stages=stages, capacity=self.capacity, host_nbytes=host_nbytes)
+
+    def _stage(self, index: int, spec: StageSpec, choice: Choice, offloaded: frozenset[int]) -> StagePlan:
+        caps, hparams = spec.device.caps, self.model.hparams
+        moes = moe_layers(self.model, spec.layers)
+        slabs = {
+            layer: tuple(_slab_nbytes(self.file, name) for name in (moe.gate, moe.up, moe.down))
+            for layer, moe in moes.items()
+        }
+        layouts = {layer: unit_layout(sizes, caps.table_unit, caps.buffer_alignment) for layer, sizes in slabs.items()}
+        here = frozenset(layer for layer in moes if layer in offloaded)
+        if spec.host:  # its kernels read experts where they are, if a table can point at every slab
+            here = frozenset(layer for layer in here if layouts[layer].strides == slabs[layer])
+        streamed = bool(here) and not spec.host
+        n_expert = hparams.n_expert
+        slot = 0
+        if streamed:
+            slot = slot_nbytes_for([slabs[layer] for layer in here], n_expert, caps.table_unit, caps.buffer_alignment)
+        tables = self._tables(spec, layouts, here, slot)
+        n_logits = 1
+        if self.config.logits_all:
+            n_logits = max(1, min(choice.n_ubatch, LOGITS_NBYTES // (hparams.n_vocab * 4)))
+        dry = self._dry_run(index, spec, choice, n_logits)
+
+        def aligned(nbytes: int) -> int:
+            return align_up(nbytes, caps.buffer_alignment)
+
+        weights = sum(aligned(self.file.tensors[name].nbytes) for name in stage_weights(self.file, self.model, spec))
+        resident = sum(layouts[layer].nbytes(n_expert) for layer in moes if layer not in here)
+        kv = sum(
+            kv_layer_nbytes(self.model, i, choice.n_ctx, choice.type_k, choice.type_v, caps.buffer_alignment)
+            for i in spec.layers
+        )
+        batch = sum(
+            aligned(tensor_nbytes(*entry)) for entry in batch_tensors(self.model, spec, choice.n_batch).values()
+        )
+        slots = choice.n_slots * (slot + 3 * aligned(n_expert * 4)) if streamed else 0
+        n_resident = len(moes) - len(here)
+        buffers = {
+            "weights": PlannedBuffer("weights", BufferUsage.WEIGHTS, weights),
+            "experts": PlannedBuffer(f"experts of {n_resident} layers", BufferUsage.EXPERTS, resident),
+            "kv": PlannedBuffer(f"KV cache, {choice.n_ctx} cells", BufferUsage.KV, kv),
+            "slots": PlannedBuffer(f"ring, {choice.n_slots} slots", BufferUsage.SLOT, slots),
+            "tables": PlannedBuffer("expert tables", BufferUsage.COMPUTE, tables.nbytes),
+            "batch": PlannedBuffer(f"batch of {choice.n_batch} tokens", BufferUsage.COMPUTE, batch),
+            "workspace": PlannedBuffer(
+                f"workspace of {choice.n_ubatch} tokens", BufferUsage.COMPUTE, dry.workspace_nbytes
+            ),
+            "scratch": PlannedBuffer("scratch", BufferUsage.COMPUTE, dry.scratch_nbytes),
+        }
+        return StagePlan(
+            spec=spec,
+            offloaded=here,
+            streamed=streamed,
+            slot_nbytes=slot,
+            layouts=layouts,
+            tables=tables,
+            n_logits=n_logits,
+            dry=dry,
+            buffers={key: buffer for key, buffer in buffers.items() if buffer.nbytes},
+        )
+
+    def _tables(
+        self, spec: StageSpec, layouts: dict[int, UnitLayout], offloaded: frozenset[int], slot_nbytes: int
+    ) -> RangeTables:
+        """Every range table this stage can need: resident and gathered layers, and whole units of each ring layout."""
+        caps, n_expert = spec.device.caps, self.model.hparams.n_expert
+        tables = RangeTables(caps.table_unit, caps.buffer_alignment)
+        for layer, layout in layouts.items():
+            ranges = [range(n_expert)]
+            if layer in offloaded and slot_nbytes:
+                ranges += split_range(n_expert, layout.capacity(slot_nbytes))
+            for experts in ranges:
+                for stride in layout.strides:
+                    tables.add(TableKey(n_expert, experts[0], experts[-1] + 1, stride))
+        return tables
+
+    def _dry_run(self, index: int, spec: StageSpec, choice: Choice, n_logits: int) -> DryRun:
+        key = (index, choice.n_ubatch, choice.n_ctx, n_logits, choice.type_k, choice.type_v)
+        if key not in self._dry:
+            phantom = PhantomBuffer(spec.device).span()
+            alignment = spec.device.caps.buffer_alignment
+            views: dict[int, KVView] = kv_views(
+                self.model, spec.layers, phantom, choice.n_ctx, choice.type_k, choice.type_v, alignment
+            )
+            self._dry[key] = DryRun(
+                self.file,
+                self.model,
+                spec.kernels,
+                spec.layers,
+                views,
+                n_ubatch=choice.n_ubatch,
+                n_kv=choice.n_ctx,
+                n_logits=n_logits,
+                with_embedding=spec.embed,
+                with_output=spec.output,
+            )
+        return self._dry[key]
+
+
+def stage_weights(file: ModelFile, model: Model, spec: StageSpec) -> list[str]:
+    """Names of the non-expert tensors a stage holds, each once."""
+    names: dict[str, None] = {}
+    for w in model.weights():
+        here = (
+            (w.layer is None and spec.embed)
+            or (w.layer == model.hparams.n_layer and spec.output)
+            or (w.layer is not None and w.layer in spec.layers)
+        )
+        if here and not w.experts and w.name in file.tensors:
+            names[w.name] = None
+    return list(names)
+
+
+def batch_tensors(model: Model, spec: StageSpec, n_batch: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """(type, shape) of what a stage keeps for a whole batch."""
+    p = model.hparams
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+        "tokens": ("I32", (n_batch,)),
+        "positions": ("I32", (n_batch,)),
+        "hidden": ("F32", (n_batch, p.n_embd)),
+    }
+    if p.n_expert:
+        k = p.n_expert_used
+        tensors |= {
+            "x": (spec.device.caps.activation_type, (n_batch, p.n_embd)),
+            "ids": ("I32", (n_batch, k)),
+            "weights": ("F32", (n_batch, k)),
+            "pairs": ("I32", (n_batch * k,)),
+            "offsets": ("I32", (p.n_expert + 1,)),
+            "row_positions": ("I32", (n_batch, k)),
+        }
+    return tensors
+
+
+def _slab_nbytes(file: ModelFile, name: str) -> int:
+    info = file.tensors[name]
+    return info.nbytes // info.shape[0]
+
+
+def _steps_down(value: int, least: int) -> list[int]:
+    """Rounder and rounder smaller values, down to `least`."""
+    steps, step = [], max(value // 16, 1)
+    current = (value - 1) // step * step
+    while current >= least:
+        steps.append(current)
+        current -= step
+    return steps
+
+
+__all__ = ["Choice", "ConfigError", "MemoryPlan", "Planner", "StagePlan", "batch_tensors", "stage_weights"]

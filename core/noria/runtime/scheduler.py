@@ -1,0 +1,378 @@
+"""Runs batches through the stages: layer by layer, inside a layer tile by tile, experts unit by unit.
+
+Inside one batch a layer's experts cross the bus once, however many tiles its tokens make. Nothing here waits for the
+device but reading back results, and the routing where experts are fetched selectively.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from noria.api import Event, Program, align_up
+from noria.experts import (
+    Decision,
+    LinkRates,
+    Movement,
+    Policy,
+    Prefetcher,
+    Situation,
+    Unit,
+    split_used,
+    uniform_coverage,
+)
+from noria.runtime.counters import Counters
+from noria.runtime.stage import Stage, Tables
+from noria.runtime.timeline import Timeline
+
+PROGRAM_KV_STEP = 256  # cells by which a recorded token's attention bound grows: it is recorded anew so often
+
+Ids = npt.NDArray[np.int32]  # routing, [n_layer, n_tokens, n_expert_used]; -1 in layers without experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Tokens to be computed together.
+
+    Attributes:
+        tokens: I32 [n].
+        first_position: of the first token; the others follow.
+        logits_all: logits of every token are wanted, not only of the last.
+        forced: routing to use instead of the router's choice.
+        capture: routing is wanted back.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    first_position: int
+    logits_all: bool = False
+    forced: Ids | None = None
+    capture: bool = False
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def n_kv(self) -> int:
+        return self.first_position + self.n_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """logits: F32 [1 or n, n_vocab]; routing: as captured."""
+
+    logits: npt.NDArray[np.float32]
+    routing: Ids | None
+
+
+class StageRunner:
+    """Enqueues a batch's work on one stage."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        policy: Policy,
+        rates: LinkRates | None,
+        current: Callable[[], Counters],
+        timeline: Timeline | None,
+    ) -> None:
+        self.stage, self.policy, self.rates = stage, policy, rates
+        self._current, self.timeline = current, timeline
+        self.programs: dict[object, Program] = {}
+        self.prefetcher: Prefetcher | None = None
+        self._inputs_read: Event | None = None
+
+    @property
+    def counters(self) -> Counters:
+        return self._current()
+
+    # --- a pass --------------------------------------------------------------------------------------------------
+
+    def enqueue(self, batch: Batch, hidden: npt.NDArray[np.float32] | None) -> None:
+        """Enqueue all layers of this stage; `hidden` [n, n_embd] comes from the stage before."""
+        stage, n = self.stage, batch.n_tokens
+        decisions = self._decide(n)
+        self._upload(batch, hidden)
+        record = n == 1 and self._recordable(decisions)
+        if not record:
+            self._layers(batch, decisions, batch.n_kv)
+            return
+        n_kv = min(align_up(batch.n_kv, PROGRAM_KV_STEP), stage.choice.n_ctx)
+        key = (
+            n_kv,
+            batch.forced is not None,
+            batch.capture,
+            tuple(sorted((i, d.movement) for i, d in decisions.items())),
+        )
+        if key not in self.programs:
+            with stage.queue.program(key) as program:
+                self._layers(batch, decisions, n_kv)
+            self.programs[key] = program
+        stage.queue.run(self.programs[key])
+
+    def _recordable(self, decisions: dict[int, Decision]) -> bool:
+        """Whether one token's work is the same every time, so that it can be recorded once."""
+        fixed = all(d.movement in (Movement.RESIDENT, Movement.GATHER) for d in decisions.values())
+        return fixed and self.stage.recordable and self.timeline is None
+
+    def _decide(self, n_tokens: int) -> dict[int, Decision]:
+        stage, decisions = self.stage, {}
+        p = stage.model.hparams
+        for layer in stage.moes:
+            if layer not in stage.plan.offloaded:
+                decision = Decision(movement=Movement.RESIDENT, why="on the device")
+            elif stage.ring is None or self.rates is None:
+                decision = Decision(movement=Movement.GATHER, why="the host computes from its own memory")
+            else:
+                assert stage.store is not None
+                use = self.counters.layers.get(layer)
+                guess = uniform_coverage(n_tokens, p.n_expert, p.n_expert_used)
+                situation = Situation(
+                    n_tokens=n_tokens,
+                    coverage=use.latest.get(n_tokens, guess) if use else guess,
+                    rates=self.rates,
+                    can_gather=layer in stage.whole,
+                    can_prefetch=not stage.ring.inline,
+                )
+                decision = self.policy(stage.store.layers[layer], situation)
+            decisions[layer] = decision
+            self.counters.decided(layer, decision)
+        return decisions
+
+    def _upload(self, batch: Batch, hidden: npt.NDArray[np.float32] | None) -> None:
+        stage, n = self.stage, batch.n_tokens
+        if self._inputs_read is not None:
+            self._inputs_read.wait()  # the host memory below may still be read by the last batch's copies
+        host = stage.inputs.span().host_view(np.int32)
+        host[:n] = batch.tokens
+        host[n : 2 * n] = np.arange(batch.first_position, batch.n_kv)
+        stage.queue.copy_h2d(stage.tokens.rows(0, n).span, stage.inputs.span(0, 4 * n))
+        stage.queue.copy_h2d(stage.positions.rows(0, n).span, stage.inputs.span(4 * n, 4 * n))
+        if hidden is not None:
+            span = stage.hop(n)
+            span.host_view(np.float32)[:] = hidden.reshape(-1)
+            stage.queue.copy_h2d(stage.hidden.rows(0, n).span, span)
+        if batch.forced is not None or batch.capture:
+            stage.keep_routing()
+        if batch.forced is not None:
+            for layer in stage.moes:
+                stage.routing(layer, n).host_view(np.int32)[:] = batch.forced[layer].reshape(-1)
+        self._inputs_read = stage.queue.record("inputs")
+
+    def _layers(self, batch: Batch, decisions: dict[int, Decision], n_kv: int) -> None:
+        stage, model, g = self.stage, self.stage.model, self.stage.graph
+        n, n_ubatch = batch.n_tokens, stage.choice.n_ubatch
+        self.prefetcher = None
+        self._prefetch_from(stage.layers.start, decisions)
+        if stage.plan.spec.embed:
+            model.embed(g, stage.hidden.rows(0, n), stage.tokens.rows(0, n))
+        for layer in stage.layers:
+            start = self._mark()
+            moe = stage.moes.get(layer)
+            if batch.forced is not None and moe is not None:
+                stage.queue.copy_h2d(stage.rows(n).ids.span, stage.routing(layer, n))
+            for first in range(0, n, n_ubatch):
+                end = min(first + n_ubatch, n)
+                h, positions = stage.hidden.rows(first, end), stage.positions.rows(first, end)
+                with g.workspace.scope():
+                    bound = n_kv if end == n else batch.first_position + end
+                    model.attention(g, layer, h, positions, stage.kv[layer], bound)
+                with g.workspace.scope():
+                    if moe is None:
+                        model.ffn(g, layer, h)
+                        continue
+                    rows = stage.rows(n)
+                    ids, weights = rows.ids.rows(first, end), rows.weights.rows(first, end)
+                    x = stage.x(n).rows(first, end)
+                    model.route(g, layer, h, x, ids, weights, forced=batch.forced is not None)
+            self._span(f"layer {layer} attention and router" if moe else f"layer {layer}", start)
+            if moe is not None:
+                self._experts(layer, batch, decisions)
+        if stage.plan.spec.output and not batch.logits_all:
+            self._output(n - 1, n)
+
+    # --- experts -------------------------------------------------------------------------------------------------
+
+    def _experts(self, layer: int, batch: Batch, decisions: dict[int, Decision]) -> None:
+        stage, n = self.stage, batch.n_tokens
+        rows = stage.rows(n)
+        stage.kernels.sort_rows(stage.queue, rows, stage.graph.scratch)
+        stage.queue.copy_d2h(stage.counts(layer), rows.offsets.span)
+        if batch.capture:
+            stage.queue.copy_d2h(stage.routing(layer, n), rows.ids.span)
+        movement = decisions[layer].movement
+        if movement in (Movement.RESIDENT, Movement.GATHER):
+            start = self._mark()
+            self._compute(layer, n, stage.whole[layer], (0, rows.n_expert))
+            self._span(f"layer {layer} ffn, {movement}", start)
+            return
+        if movement is Movement.WHOLE:
+            assert self.prefetcher is not None
+            for _ in stage.units(layer):
+                self._compute_unit(self.prefetcher, n)
+            return
+        assert stage.ring is not None
+        assert stage.store is not None
+        stage.queue.record("routing").wait()
+        used = np.flatnonzero(stage.read_counts(layer)).tolist()
+        experts = stage.store.layers[layer]
+        units = [Unit(layer=experts, experts=group) for group in split_used(used, stage.capacity(layer))]
+        prefetcher = Prefetcher(stage.ring, iter(units))
+        prefetcher.start()
+        for _ in units:
+            self._compute_unit(prefetcher, n)
+        self._prefetch_from(layer + 1, decisions)
+
+    def _compute_unit(self, prefetcher: Prefetcher, n: int) -> None:
+        filled = prefetcher.next()
+        self._compute(filled.unit.layer.layer, n, filled.tables, filled.unit.bounds)
+        prefetcher.release(filled)
+
+    def _compute(self, layer: int, n: int, tables: Tables, experts: tuple[int, int]) -> None:
+        stage, rows = self.stage, self.stage.rows(n)
+        gate, up, down = tables
+        stage.kernels.expert_ffn(
+            stage.queue,
+            stage.hidden.rows(0, n),
+            stage.x(n),
+            gate,
+            up,
+            down,
+            rows,
+            experts,
+            min(n, stage.choice.n_ubatch) * rows.n_expert_used,
+            stage.moes[layer].kind,
+            scratch=stage.graph.scratch,
+        )
+
+    def _prefetch_from(self, layer: int, decisions: dict[int, Decision]) -> None:
+        """Begin to stream the whole layers from `layer` to the next one that is fetched selectively.
+
+        Such a layer takes the ring for itself, so nothing that comes after it is filled before it is done.
+        """
+        stage = self.stage
+        if stage.ring is None:
+            return
+
+        def units() -> Iterator[Unit]:
+            for i in range(layer, stage.layers.stop):
+                movement = decisions[i].movement if i in decisions else Movement.RESIDENT
+                if movement is Movement.SELECTIVE:
+                    return
+                if movement is Movement.WHOLE:
+                    yield from stage.units(i)
+
+        self.prefetcher = Prefetcher(stage.ring, units())
+        self.prefetcher.start()
+
+    # --- in and out ----------------------------------------------------------------------------------------------
+
+    def hidden(self, n: int) -> npt.NDArray[np.float32]:
+        """The hidden state [n, n_embd] for the next stage; waits for it."""
+        stage = self.stage
+        span = stage.hop(n)
+        stage.queue.copy_d2h(span, stage.hidden.rows(0, n).span)
+        stage.queue.record("hidden").wait()
+        return span.host_view(np.float32).reshape(n, -1).copy()
+
+    def logits(self, n: int, every: bool) -> npt.NDArray[np.float32]:
+        """Logits of all `n` tokens of the batch, or of the last; waits for them. F32 [n or 1, n_vocab]."""
+        stage, n_vocab = self.stage, self.stage.model.hparams.n_vocab
+        host = stage.logits.span().host_view(np.float32).reshape(-1, n_vocab)
+        if not every:
+            stage.queue.record("logits").wait()
+            return host[:1].copy()
+        out = np.empty((n, n_vocab), np.float32)
+        for first in range(0, n, stage.plan.n_logits):
+            end = min(first + stage.plan.n_logits, n)
+            self._output(first, end)
+            stage.queue.record("logits").wait()
+            out[first:end] = host[: end - first]
+        return out
+
+    def _output(self, first: int, end: int) -> None:
+        """Enqueue the logits of tokens [first, end) and their copy to the host."""
+        stage = self.stage
+        with stage.graph.workspace.scope():
+            logits = stage.model.output(stage.graph, stage.hidden.rows(first, end))
+            stage.queue.copy_d2h(stage.logits.span(0, logits.span.nbytes), logits.span)
+
+    def routing(self, n: int) -> dict[int, Ids]:
+        """Captured ids [n, n_expert_used] by layer; the pass is done."""
+        stage, k = self.stage, self.stage.model.hparams.n_expert_used
+        return {i: stage.routing(i, n).host_view(np.int32).reshape(n, k).copy() for i in self.stage.moes}
+
+    def settle(self, n: int) -> None:
+        """Read the counters of a pass that is done."""
+        stage = self.stage
+        for layer in stage.moes:
+            n_used = self.counters.used(layer, n, stage.read_counts(layer))
+            if self.counters.decisions[layer].movement is Movement.GATHER and stage.store is not None:
+                experts = stage.store.layers[layer]
+                self.counters.gather_nbytes += n_used * experts.nbytes // experts.n_expert
+        stage.meter.settle(inline=stage.ring is not None and stage.ring.inline)
+
+    def _mark(self) -> Event | None:
+        return self.stage.queue.record() if self.timeline is not None else None
+
+    def _span(self, name: str, start: Event | None) -> None:
+        if self.timeline is not None and start is not None:
+            self.timeline.span(self.stage.queue, name, start, self.stage.queue.record())
+
+
+class Scheduler:
+    """Runs batches through all stages, one after another."""
+
+    def __init__(
+        self,
+        stages: list[Stage],
+        policy: Policy,
+        rates: list[LinkRates | None],
+        current: Callable[[], Counters],
+        timeline: Timeline | None,
+    ) -> None:
+        self._current = current
+        self.runners = [
+            StageRunner(stage, policy, r, current, timeline) for stage, r in zip(stages, rates, strict=True)
+        ]
+
+    @property
+    def counters(self) -> Counters:
+        return self._current()
+
+    def run(self, batch: Batch) -> Result:
+        """Compute a batch; its KV rows are in the cache afterwards."""
+        n, hidden = batch.n_tokens, None
+        first = last = None
+        for i, runner in enumerate(self.runners):
+            first = runner.stage.queue.record("pass start")
+            runner.enqueue(batch, hidden)
+            last = runner.stage.queue.record("pass end")
+            if i + 1 < len(self.runners):
+                hidden = runner.hidden(n)
+                self._timed(first, last)
+        logits = self.runners[-1].logits(n, batch.logits_all)
+        assert first is not None
+        assert last is not None
+        self._timed(first, last)
+        for runner in self.runners:
+            runner.settle(n)
+        self.counters.n_passes += 1
+        self.counters.n_tokens += n
+        return Result(logits=logits, routing=self._captured(n) if batch.capture else None)
+
+    def _timed(self, first: Event, last: Event) -> None:
+        begin, end = first.timestamp_ns(), last.timestamp_ns()
+        if begin is not None and end is not None:
+            self.counters.wall_ns += end - begin
+
+    def _captured(self, n: int) -> Ids:
+        p = self.runners[0].stage.model.hparams
+        routing = np.full((p.n_layer, n, max(p.n_expert_used, 1)), -1, np.int32)
+        for runner in self.runners:
+            for layer, ids in runner.routing(n).items():
+                routing[layer] = ids
+        return routing

@@ -1,0 +1,320 @@
+"""One device's share of a model, loaded: its buffers, weights, KV cache and experts.
+
+The buffers are those of the plan and no others; all are allocated before anything is read, so a plan that the device
+does not honour fails at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from noria.api import (
+    DeviceBuffer,
+    ExpertRows,
+    ExpertTable,
+    HostBuffer,
+    QueueKind,
+    Span,
+    Tensor,
+    align_up,
+    tensor_nbytes,
+)
+from noria.api.errors import OutOfDeviceMemory
+from noria.experts import (
+    Chaos,
+    ExpertLayer,
+    Ring,
+    Slot,
+    TableKey,
+    Unit,
+    split_range,
+)
+from noria.gguf import ModelFile
+from noria.models import Graph, Model, Workspace
+from noria.runtime.config import EngineConfig
+from noria.runtime.counters import RingMeter
+from noria.runtime.host_store import HostStore, Progress, expert_layer
+from noria.runtime.kv_cache import kv_views
+from noria.runtime.placement import moe_layers
+from noria.runtime.plan import Choice, StagePlan, batch_tensors, stage_weights
+
+Tables = tuple[ExpertTable, ExpertTable, ExpertTable]
+
+
+class Stage:
+    """A loaded stage.
+
+    Attributes:
+        recordable: no op leaves the device, so work can be recorded into programs.
+        graph: the ops on this device.
+        kv: the KV view of each layer.
+        tokens, positions, hidden, x: tensors of the batch (`x` and `rows` only with experts).
+        whole: tables over all experts of a layer, by layer: resident ones on the device, others in host memory.
+        ring: None where nothing is streamed.
+        store: the offloaded experts; None where there are none.
+        inputs: host memory for tokens, then positions, of a batch.
+    """
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        choice: Choice,
+        file: ModelFile,
+        model: Model,
+        config: EngineConfig,
+        meter: RingMeter,
+        progress: Progress,
+    ) -> None:
+        self.plan, self.choice, self.model, self.config = plan, choice, model, config
+        self.device, self.kernels = plan.spec.device, plan.spec.kernels
+        self.layers = plan.spec.layers
+        self.queue = self.device.queue(QueueKind.COMPUTE)
+        self.moes = moe_layers(model, self.layers)
+        self.recordable = all(support.usable for support in plan.dry.queries.values())
+        self._moe_index = {layer: i for i, layer in enumerate(self.moes)}
+        self.meter = meter
+        self._alignment = self.device.caps.buffer_alignment
+        self._buffers: dict[str, DeviceBuffer] = {}
+        self._host_buffers: list[HostBuffer] = []
+        self.store: HostStore | None = None
+        try:
+            self._load(file, progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, file: ModelFile, progress: Progress) -> None:
+        self._allocate()
+        offloaded = {layer: moe for layer, moe in self.moes.items() if layer in self.plan.offloaded}
+        if offloaded:
+            self.store = HostStore(file, self.device, offloaded, self.config.load_mode, progress)
+        self._make_batch()
+        self._upload_tables()
+        self.whole: dict[int, Tables] = {}
+        self.graph = Graph(
+            self.kernels,
+            self.queue,
+            self._upload_weights(file, progress),
+            Workspace(self._whole("workspace"), self._alignment),
+            self._whole("scratch"),
+        )
+        self.kv = kv_views(
+            self.model,
+            self.layers,
+            self._whole("kv"),
+            self.choice.n_ctx,
+            self.choice.type_k,
+            self.choice.type_v,
+            self._alignment,
+        )
+        self.ring = self._make_ring() if self.plan.streamed else None
+        if self.store is not None:
+            for layer in self.store.layers.values():
+                if self._readable(layer):
+                    self.whole[layer.layer] = self._tables_over(layer, [t.source for t in layer.tensors])
+
+    # --- memory --------------------------------------------------------------------------------------------------
+
+    def _allocate(self) -> None:
+        """Every device buffer of the plan, before anything is read."""
+        try:
+            for key, planned in self.plan.buffers.items():
+                if key == "slots":
+                    nbytes = planned.nbytes // self.choice.n_slots
+                    sizes = {f"slot {i}": nbytes for i in range(self.choice.n_slots)}
+                elif key == "experts":
+                    n_expert = self.model.hparams.n_expert
+                    resident = [layer for layer in self.moes if layer not in self.plan.offloaded]
+                    sizes = {f"experts of layer {i}": self.plan.layouts[i].nbytes(n_expert) for i in resident}
+                else:
+                    sizes = {key: planned.nbytes}
+                for name, nbytes in sizes.items():
+                    self._buffers[name] = self.device.alloc(nbytes, usage=planned.usage, label=name)
+        except OutOfDeviceMemory as error:
+            rows = "\n".join(self.plan.lines())
+            error.args = (f"{error.args[0]}\nThe plan, in MiB:\n{rows}",)
+            raise
+
+    def _whole(self, name: str) -> Span:
+        """All of a buffer; a span of no bytes where the plan has no such buffer."""
+        if name in self._buffers:
+            return self._buffers[name].span()
+        return self._buffers["batch"].span(0, 0)
+
+    def _host(self, nbytes: int, label: str) -> HostBuffer:
+        buffer = self.device.alloc_host(nbytes, label=label)
+        self._host_buffers.append(buffer)
+        return buffer
+
+    def _make_batch(self) -> None:
+        span, offset = self._whole("batch"), 0
+        tensors: dict[str, Tensor] = {}
+        for name, (type, shape) in batch_tensors(self.model, self.plan.spec, self.choice.n_batch).items():
+            nbytes = tensor_nbytes(type, shape)
+            tensors[name] = Tensor(span.sub(offset, nbytes), type, shape)
+            offset += align_up(nbytes, self._alignment)
+        self.tokens, self.positions, self.hidden = tensors["tokens"], tensors["positions"], tensors["hidden"]
+        self._batch = tensors
+        p, n_batch = self.model.hparams, self.choice.n_batch
+        self.inputs = self._host(2 * 4 * n_batch, "inputs")
+        self._counts = self._host(max(len(self.moes), 1) * (p.n_expert + 1) * 4, "rows by expert")
+        self._routing: HostBuffer | None = None
+        self._hop: HostBuffer | None = None
+        if not (self.plan.spec.embed and self.plan.spec.output):
+            self._hop = self._host(n_batch * p.n_embd * 4, "hidden state between devices")
+        if self.plan.spec.output:
+            self.logits = self._host(self.plan.n_logits * p.n_vocab * 4, "logits")
+
+    def x(self, n: int) -> Tensor:
+        """The experts' input: activations [n, n_embd]."""
+        return self._batch["x"].rows(0, n)
+
+    def rows(self, n: int) -> ExpertRows:
+        """Routing of the first `n` tokens of the batch."""
+        b, k = self._batch, self.model.hparams.n_expert_used
+        return ExpertRows(
+            ids=b["ids"].rows(0, n),
+            weights=b["weights"].rows(0, n),
+            pairs=b["pairs"].rows(0, n * k),
+            offsets=b["offsets"],
+            positions=b["row_positions"].rows(0, n),
+        )
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    def _upload_weights(self, file: ModelFile, progress: Progress) -> dict[str, Tensor]:
+        """Copy the weights and the resident experts to the device, from the mapped file."""
+        sources = [self.device.wrap_host(m.data, label="model file") for m in file.mappings]
+        names = stage_weights(file, self.model, self.plan.spec)
+        resident = {layer: moe for layer, moe in self.moes.items() if layer not in self.plan.offloaded}
+        total = sum(file.tensors[name].nbytes for name in names)
+        total += sum(file.tensors[n].nbytes for moe in resident.values() for n in (moe.gate, moe.up, moe.down))
+        weights: dict[str, Tensor] = {}
+        offset = done = 0
+        for name in names:
+            info = file.tensors[name]
+            span = self._whole("weights").sub(offset, info.nbytes)
+            self.queue.copy_h2d(span, sources[info.shard].span(info.offset, info.nbytes))
+            weights[name] = Tensor(span, info.type, info.shape)
+            offset += align_up(info.nbytes, self._alignment)
+            done += info.nbytes
+        self.queue.synchronize()
+        progress("uploading weights", done, total)
+        for layer, moe in resident.items():
+            infos = [file.tensors[name] for name in (moe.gate, moe.up, moe.down)]
+            spans = {info.name: sources[info.shard].span(info.offset, info.nbytes) for info in infos}
+            experts = expert_layer(file, layer, moe, spans)
+            unit = Unit(layer=experts, experts=range(experts.n_expert))
+            span, layout = self._buffers[f"experts of layer {layer}"].span(), self.plan.layouts[layer]
+            self.queue.copy_regions(unit.regions(span, layout))
+            self.whole[layer] = self._tables_over(experts, unit.parts(span, layout))
+            self.queue.synchronize()
+            done += sum(info.nbytes for info in infos)
+            progress("uploading weights", done, total)
+        for source_buffer in sources:
+            source_buffer.free()
+        return weights
+
+    # --- experts -------------------------------------------------------------------------------------------------
+
+    def _upload_tables(self) -> None:
+        tables = self.plan.tables
+        if tables.nbytes:
+            staging = self.device.alloc_host(tables.nbytes, label="expert tables")
+            tables.upload(self.queue, self._whole("tables"), staging)
+            staging.free()
+
+    def _tables_over(self, layer: ExpertLayer, spans: tuple[Span, ...] | list[Span]) -> Tables:
+        """Tables over all experts of a layer, where they lie in `spans`."""
+        strides = self.plan.layouts[layer.layer].strides
+        gate, up, down = (
+            ExpertTable(
+                spans=(span,),
+                where=self.plan.tables[TableKey(layer.n_expert, 0, layer.n_expert, stride)],
+                type=t.type,
+                n_out=t.n_out,
+                n_in=t.n_in,
+                slab_nbytes=t.slab_nbytes,
+            )
+            for t, span, stride in zip(layer.tensors, spans, strides, strict=True)
+        )
+        return gate, up, down
+
+    def _readable(self, layer: ExpertLayer) -> bool:
+        """Whether this device's kernels can read the layer's experts in host memory, every slab of them."""
+        strides = self.plan.layouts[layer.layer].strides
+        aligned = all(t.slab_nbytes == stride for t, stride in zip(layer.tensors, strides, strict=True))
+        return self.device.caps.host_gather and layer.pinned and aligned
+
+    def _make_ring(self) -> Ring:
+        n_expert = self.model.hparams.n_expert
+        table_nbytes = 3 * align_up(n_expert * 4, self._alignment)
+        staging = self._host(self.choice.n_slots * table_nbytes, "slot tables")
+        slots = []
+        for i in range(self.choice.n_slots):
+            span = self._buffers[f"slot {i}"].span()
+            slots.append(
+                Slot(
+                    span=span.sub(0, self.plan.slot_nbytes),
+                    tables=span.sub(self.plan.slot_nbytes, table_nbytes),
+                    staging=staging.span(i * table_nbytes, table_nbytes),
+                )
+            )
+        kind = QueueKind.COMPUTE if self.config.inline else QueueKind.COPY
+        chaos = None
+        if self.config.chaos_seed is not None:
+            chaos = Chaos(self.device, self.plan.slot_nbytes, self.config.chaos_seed)
+        return Ring(
+            slots=slots,
+            copy=self.device.queue(kind),
+            compute=self.queue,
+            range_tables=self.plan.tables,
+            meter=self.meter,
+            chaos=chaos,
+        )
+
+    def units(self, layer: int) -> list[Unit]:
+        """The units that stream a whole layer."""
+        assert self.store is not None, "this stage streams nothing"
+        experts = self.store.layers[layer]
+        capacity = self.capacity(layer)
+        return [Unit(layer=experts, experts=r) for r in split_range(experts.n_expert, capacity)]
+
+    def capacity(self, layer: int) -> int:
+        """How many of a layer's experts fit a slot."""
+        return self.plan.layouts[layer].capacity(self.plan.slot_nbytes)
+
+    # --- host memory of a pass -----------------------------------------------------------------------------------
+
+    def counts(self, layer: int) -> Span:
+        """Where a layer's `ExpertRows.offsets` come to after each pass: I32 [n_expert + 1]."""
+        nbytes = (self.model.hparams.n_expert + 1) * 4
+        return self._counts.span(self._moe_index[layer] * nbytes, nbytes)
+
+    def read_counts(self, layer: int) -> npt.NDArray[np.int32]:
+        """How many rows each expert of a layer had in the last pass, I32 [n_expert]."""
+        counts: npt.NDArray[np.int32] = np.diff(self.counts(layer).host_view(np.int32))
+        return counts
+
+    def keep_routing(self) -> None:
+        """Make room for the routing of a batch, forced or captured."""
+        if self._routing is None and self.moes:
+            nbytes = len(self.moes) * self.choice.n_batch * self.model.hparams.n_expert_used * 4
+            self._routing = self._host(nbytes, "routing")
+
+    def routing(self, layer: int, n: int) -> Span:
+        """Routing of a layer for `n` tokens: I32 [n, n_expert_used]. After `keep_routing`."""
+        assert self._routing is not None, "no room was made for routing"
+        step = self.choice.n_batch * self.model.hparams.n_expert_used * 4
+        return self._routing.span(self._moe_index[layer] * step, n * self.model.hparams.n_expert_used * 4)
+
+    def hop(self, n: int) -> Span:
+        """The hidden state on its way between devices: F32 [n, n_embd]."""
+        assert self._hop is not None, "this stage is the only one"
+        return self._hop.span(0, n * self.model.hparams.n_embd * 4)
+
+    def close(self) -> None:
+        """Give back host memory that must go before the file is unmapped; the device frees the rest."""
+        if self.store is not None:
+            self.store.close()
