@@ -138,7 +138,8 @@ class Device(ABC):
     def register_host(self, memory: memoryview, *, label: str) -> HostBuffer:
         """Page-lock memory that exists, such as a mapped file (`caps.host_register`), for as long as the buffer lives.
 
-        The caller keeps `memory` mapped until after `free`.
+        The caller keeps `memory` mapped until after `free`. Memory that this backend has locked already, for another
+        device, is locked once and serves both.
 
         Raises:
             FeatureUnsupported: without `caps.host_register`.
@@ -197,13 +198,16 @@ class Device(ABC):
         """Wait for all queues, free all buffers, release the device; a second call does nothing."""
         if self._closed:
             return
-        for queue in self._queues.values():
-            with suppress(DeviceError):  # whoever waits for its events has been told
-                queue.synchronize()
-        for buffer in list(self._buffers):
-            buffer.free()
-        self._closed = True
-        self._close()
+        try:
+            for queue in self._queues.values():
+                with suppress(DeviceError):  # whoever waits for its events has been told
+                    queue.synchronize()
+            for buffer in list(self._buffers):
+                with suppress(DeviceError):  # a lost device frees nothing, and there is nothing left to free
+                    buffer.free()
+        finally:
+            self._closed = True
+            self._close()
 
     def __enter__(self) -> Self:
         return self

@@ -108,11 +108,10 @@ class OutOfDeviceMemory(DeviceError, MemoryError):
 class PinnedMemoryError(DeviceError, MemoryError):
     """The system refused to page-lock host memory; never answered by a silent pageable buffer."""
 
-    def __init__(self, device: str, nbytes: int, why: str) -> None:
-        self.nbytes = nbytes
-        super().__init__(
-            device, f"cannot page-lock {nbytes / MIB:.1f} MiB of host memory: {why}. Raise the limit (ulimit -l)."
-        )
+    def __init__(self, device: str, nbytes: int, why: str, hint: str = "") -> None:
+        self.nbytes, self.why, self.hint = nbytes, why, hint
+        text = f"cannot page-lock {nbytes / MIB:.1f} MiB of host memory: {why}."
+        super().__init__(device, f"{text} {hint}".strip())
 
 
 class TransferError(DeviceError):

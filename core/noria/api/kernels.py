@@ -191,7 +191,8 @@ class Kernels:
     ) -> None:
         """Choose experts: the n_expert_used best scores of each token, best first; a tie goes to the lower expert.
 
-        With `forced`, `ids` is read instead of written, and only the weights follow from the scores.
+        With `forced`, `ids` is read instead of written, and only the weights follow from the scores. The ids are valid
+        experts whatever the logits are (NaNs too): later kernels follow them.
         logits: F32 [n, n_expert]; ids: I32 [n, n_expert_used]; weights: F32 [n, n_expert_used].
         """
         self._check(Op.ROUTE_TOPK, rows=(ids.shape[0], logits.shape[0]))
@@ -304,7 +305,8 @@ class Kernels:
         What a unit of experts is for. Scratch is that of `chunk_rows` rows (the query's `n_rows`), so more rows than
         that are computed in chunks. A composite with a default in terms of mul_mat_id, glu and combine; a backend may
         fuse it as it likes, keeping the order in which `combine` adds. Rows of experts that are not in the tables are
-        skipped.
+        skipped. The host knows only the bound of rows, not how many there are, so chunks without rows must cost next to
+        nothing.
 
         x: activations [n_tokens, n_embd]; acc: F32 [n_tokens, n_embd].
         """

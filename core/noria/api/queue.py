@@ -37,10 +37,11 @@ class Observer(Protocol):
 class Event(ABC):
     """Completion of everything enqueued on a queue before `Queue.record` returned it.
 
-    An event recorded inside a program stands for the program's latest run.
+    An event recorded inside a program stands for the program's latest run; before the first run it is not done.
     """
 
     label: str
+    program: Program | None = None  # the program it was recorded in
 
     @abstractmethod
     def done(self) -> bool:
@@ -74,6 +75,7 @@ class Program:
         self.key = key
         self.calls: list[Callable[[], None]] = []
         self.reports: list[Callable[[Observer], None]] = []  # what an observer is told at every run
+        self.held: list[Buffer] = []  # sources of its copies
 
 
 class Queue(ABC):
@@ -138,6 +140,8 @@ class Queue(ABC):
                 raise TransferError(where, f"{span.buffer!r} has been freed")
             if not self.device.caps.region_copy and (span.offset or span.nbytes != span.buffer.nbytes):
                 raise TransferError(where, f"this device copies whole buffers only, not a part of {span.buffer!r}")
+        if isinstance(dst.buffer, HostBuffer) and not dst.buffer.array().flags.writeable:
+            raise TransferError(where, f"{dst.buffer!r} is read-only memory")
 
     # --- order ---------------------------------------------------------------------------------------------------
 
@@ -147,6 +151,9 @@ class Queue(ABC):
         program = self._recording
         event = self._record(label) if program is None else self._record_in_program(program, label)
         self._report(lambda observer: observer.recorded(self, event))
+        if program is not None:
+            event.program = program
+            return event
         if self._unrecorded:
             self._held.append((event, self._unrecorded))
             self._unrecorded = []
@@ -157,28 +164,44 @@ class Queue(ABC):
     @final
     def wait(self, event: Event) -> None:
         """Later work on this queue runs after `event`. Blocks the host without `caps.device_wait`, and for an event of
-        another backend."""
+        another backend.
+
+        Raises:
+            FeatureUnsupported: in a program, on an event from outside: later runs would not wait for anything new.
+        """
+        if self._recording is not None and event.program is None:
+            raise FeatureUnsupported(
+                f"{self.name}: a program cannot wait for '{event.label}', which was recorded outside of one; "
+                f"wait for it before running the program"
+            )
         self._report(lambda observer: observer.waited(self, event))
         self._enqueue(lambda: self._wait(event.latest if isinstance(event, _ProgramEvent) else event))
 
     def flush(self) -> None:  # noqa: B027 - optional
         """Hand what is enqueued to the device."""
 
-    @abstractmethod
+    @final
     def synchronize(self) -> None:
         """Block the host until everything enqueued is complete.
 
         Raises:
             DeviceError: some of it failed.
+            FeatureUnsupported: a program is being recorded.
         """
+        if self._recording is not None:
+            raise FeatureUnsupported(
+                f"{self.name}: nothing runs while a program is recorded, so nothing can be waited for"
+            )
+        self._synchronize()
 
+    @final
     def delay(self, duration_ns: int) -> None:
         """Keep the queue busy for about `duration_ns`. Hazard tests use it to change what happens first.
 
         Raises:
             FeatureUnsupported: the backend has no such thing.
         """
-        raise FeatureUnsupported(f"{self.name}: this backend cannot delay a queue")
+        self._enqueue(lambda: self._delay(duration_ns))
 
     # --- programs ------------------------------------------------------------------------------------------------
 
@@ -187,12 +210,19 @@ class Queue(ABC):
         """Record what is enqueued on this queue inside the `with` block instead of running it."""
         if self._recording is not None:
             raise FeatureUnsupported(f"{self.name}: a program is already being recorded")
+        outside, self._unrecorded = self._unrecorded, []
         program = self._recording = self._begin_program(key)
         try:
             yield program
-        finally:
+        except BaseException:
+            self._recording = None
+            self._abandon_program(program)
+            raise
+        else:
             self._recording = None
             self._end_program(program)
+        finally:
+            program.held, self._unrecorded = self._unrecorded, outside
 
     @final
     def run(self, program: Program) -> None:
@@ -234,7 +264,13 @@ class Queue(ABC):
     @abstractmethod
     def _wait(self, event: Event) -> None: ...
 
-    # The default program keeps the calls; a backend that captures overrides these five together.
+    @abstractmethod
+    def _synchronize(self) -> None: ...
+
+    def _delay(self, duration_ns: int) -> None:
+        raise FeatureUnsupported(f"{self.name}: this backend cannot delay a queue")
+
+    # The default program keeps the calls; a backend that captures overrides these six together.
 
     def _enqueue(self, call: Callable[[], None]) -> None:
         if self._recording is not None:
@@ -251,6 +287,10 @@ class Queue(ABC):
         return event
 
     def _end_program(self, program: Program) -> None:
+        return None
+
+    def _abandon_program(self, program: Program) -> None:
+        """Recording was cut short by an exception, which is on its way to the caller."""
         return None
 
     def _run(self, program: Program) -> None:

@@ -116,9 +116,11 @@ class Session:
 
     @staticmethod
     def _measure(device: Device) -> LinkRates | None:
+        rates = None
         with suppress(DeviceError, PinnedMemoryError):  # a device that is nearly full can still run
-            return measure_link(device)
-        return None
+            rates = measure_link(device)
+        device.allocated_peak = sum(device.allocated.values())  # the peak that is reported is that of the model
+        return rates
 
     @property
     def n_ctx(self) -> int:

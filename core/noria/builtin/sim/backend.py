@@ -29,12 +29,13 @@ OPTIONS: dict[str, OptionSpec] = {
     "memory_nbytes": OptionSpec(default=0, help="bytes of device memory (0 = as the profile)"),
     "copy_queues": OptionSpec(default=-1, help="copy queues beside the compute queue (-1 = as the profile)"),
     "device_wait": OptionSpec(default="auto", choices=_AS_PROFILE, help="a queue waits without the host"),
+    "host_register": OptionSpec(default="auto", choices=_AS_PROFILE, help="a mapped file can be page-locked in place"),
     "host_gather": OptionSpec(default="auto", choices=_AS_PROFILE, help="kernels can read page-locked host memory"),
     "blocking_submit": OptionSpec(
         default="auto", choices=("auto", *BLOCKING), help="submitting this blocks the host until it is done"
     ),
     "jitter": OptionSpec(default=0.0, help="random timing: sigma of the logarithm of each duration's factor"),
-    "seed": OptionSpec(default=0, help="of the random timing"),
+    "seed": OptionSpec(default=0, help="of the random timing and routing"),
 }
 
 
@@ -68,7 +69,8 @@ class SimBackend(Backend):
 class SimDevice(Device):
     """A device that knows when things happen and nothing else.
 
-    Its buffers have no content, and a copy to the host leaves host memory as it is. All times are virtual. The host's,
+    Its buffers have no content, and a copy to the host leaves host memory as it is; but how rows are sorted by expert
+    is made up (see `SimKernels`) and can be copied to the host. All times are virtual. The host's,
     `clock.now_ns`, advances by a little at each call and by waiting; the device's, `Event.timestamp_ns`, has the same
     zero. Nothing sleeps, and the same calls with the same options give the same times.
 
@@ -81,7 +83,7 @@ class SimDevice(Device):
         super().__init__(info, _caps(profile))
         self.profile = profile
         self.clock = clock
-        self.kernels = SimKernels(self)
+        self.kernels = SimKernels(self, seed)
         self.compute, self.h2d, self.d2h = Lane(clock), Lane(clock), Lane(clock)
         self.host_call_ns = round(profile.host_call_us * 1e3)
         self.copy_latency_ns = round(profile.copy_latency_us * 1e3)
@@ -164,7 +166,7 @@ def _caps(profile: Profile) -> DeviceCaps:
         blocking_submit=profile.blocking_submit != "none",
         event_timing=profile.event_timing,
         pinned_host=True,
-        host_register=True,
+        host_register=profile.host_register,
         host_gather=profile.host_gather,
         activation_type=profile.activation_type,
         kv_types=("F32", "F16", "Q8_0", "Q4_0"),

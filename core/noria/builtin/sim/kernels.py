@@ -1,14 +1,19 @@
 """What the ops cost on a simulated device.
 
 Only sizes are known, never contents. So tokens are taken to choose experts evenly and independently of each other,
-every expert of a window is taken to be in the table, and the last query of a batch to see `n_kv` cells.
+every expert of a window is taken to be in the table, and the last query of a batch to see `n_kv` cells. The host gets
+to read the same assumption: `sort_rows` makes up rows for as many experts as so many tokens use on average.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from noria.api.errors import KernelLaunchError
 from noria.api.kernels import Kernels
@@ -16,7 +21,11 @@ from noria.api.memory import HostBuffer, Span
 from noria.api.ops import Op, OpQuery, Support
 from noria.api.queue import Queue
 from noria.api.tensor import ExpertRows, ExpertTable, KVView, RowWindow, Tensor
+from noria.builtin.sim.memory import SimDeviceBuffer
 from noria.builtin.sim.queue import SimQueue
+
+if TYPE_CHECKING:
+    from noria.builtin.sim.backend import SimDevice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +44,11 @@ class Cost:
 
 
 class SimKernels(Kernels):
-    """Every op with every type; none needs scratch."""
+    """Every op with every type; none needs scratch. `seed` is that of the routing."""
+
+    def __init__(self, device: SimDevice, seed: int) -> None:
+        super().__init__(device)
+        self._random = Random(seed)
 
     def supports(self, query: OpQuery) -> Support:
         return Support.NATIVE
@@ -46,7 +59,19 @@ class SimKernels(Kernels):
         if not isinstance(queue, SimQueue) or queue.device is not self.device:
             raise KernelLaunchError(self.device.info.id, f"{queue.name} is not a queue of this device")
         cost = self._cost(query.op, reads, writes, args)
-        queue.submit(query.op, reads, writes, lambda: queue.execute(query.op, cost))
+
+        def run() -> None:
+            queue.execute(query.op, cost)
+            if query.op is Op.SORT_ROWS:
+                self._sort(args["rows"])
+
+        queue.submit(query.op, reads, writes, run)
+
+    def _sort(self, rows: ExpertRows) -> None:
+        """Make up `rows.offsets`, from another first expert each time."""
+        offsets, first = rows.offsets.span, self._random.randrange(rows.n_expert)
+        if isinstance(offsets.buffer, SimDeviceBuffer):
+            offsets.buffer.known[offsets] = _even_offsets(rows, first).view(np.uint8)
 
     def _cost(self, op: Op, reads: Sequence[Span], writes: Sequence[Span], args: dict[str, Any]) -> Cost:
         match op:
@@ -123,6 +148,21 @@ def _all_rows(args: dict[str, Any]) -> RowWindow:
     return RowWindow(first_expert=first, end_expert=end, first_row=0, n_rows=n_pairs)
 
 
+def _coverage(rows: ExpertRows) -> float:
+    """Share of the experts that are used, on average over all routings."""
+    return 1 - (1 - rows.n_expert_used / rows.n_expert) ** rows.n_tokens
+
+
+def _even_offsets(rows: ExpertRows, first: int) -> npt.NDArray[np.int32]:
+    """`rows.offsets`, I32 [n_expert + 1], if as many experts as are used on average, from `first` on at equal
+    distances, share the rows evenly."""
+    n_used = round(_coverage(rows) * rows.n_expert)
+    used = (first + np.arange(n_used) * rows.n_expert // n_used) % rows.n_expert
+    n_rows = np.zeros(rows.n_expert, np.int32)
+    n_rows[used] = np.diff(np.arange(n_used + 1) * rows.pairs.shape[0] // n_used)
+    return np.concatenate([[0], np.cumsum(n_rows)]).astype(np.int32)
+
+
 def _share(rows: ExpertRows, window: RowWindow) -> tuple[float, float]:
     """Rows that the window holds and experts that they use, on average over all routings."""
     n_window = window.end_expert - window.first_expert
@@ -130,5 +170,4 @@ def _share(rows: ExpertRows, window: RowWindow) -> tuple[float, float]:
     n_rows = min(max(n_all - window.first_row, 0.0), window.n_rows)
     if n_rows == 0:
         return 0.0, 0.0
-    coverage = 1 - (1 - rows.n_expert_used / rows.n_expert) ** rows.n_tokens
-    return n_rows, n_window * coverage * n_rows / n_all
+    return n_rows, n_window * _coverage(rows) * n_rows / n_all

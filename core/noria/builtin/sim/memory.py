@@ -1,4 +1,7 @@
-"""Memory of a simulated device: device memory is only counted, host memory is real but takes RAM when it is touched."""
+"""Memory of a simulated device: device memory is only counted, host memory is real but takes RAM when it is touched.
+
+One thing that kernels write is known all the same: how they sort rows by expert, for the host may read that.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from noria.api.memory import DeviceBuffer, HostBuffer
+from noria.api.memory import BufferUsage, DeviceBuffer, HostBuffer, Span
 
 if TYPE_CHECKING:
     from noria.api.backend import Device
@@ -19,14 +22,22 @@ _MAP_NORESERVE = 0x4000
 
 
 class SimDeviceBuffer(DeviceBuffer):
-    """So many bytes of the device; there is nothing behind them."""
+    """So many bytes of the device; there is nothing behind them.
+
+    Attributes:
+        known: the content of the few spans whose content is known.
+    """
+
+    def __init__(self, device: Device, nbytes: int, label: str, usage: BufferUsage) -> None:
+        super().__init__(device, nbytes, label, usage)
+        self.known: dict[Span, npt.NDArray[np.uint8]] = {}
 
     def _free(self) -> None:
         return None
 
 
 class SimHostBuffer(HostBuffer):
-    """A view of host memory. Copies from the device leave it as it is."""
+    """A view of host memory. Copies from the device leave it as it is, unless their source is `known`."""
 
     def __init__(self, device: Device, memory: memoryview, label: str, pinned: bool) -> None:
         super().__init__(device, memory.nbytes, label, pinned)

@@ -26,7 +26,8 @@ class Profile:
         device: what it stands for.
         memory_gbps: rate at which kernels read and write device memory.
         tflops: effective rate of the matrices of a prefill.
-        activation_type: as in `DeviceCaps`; so are `copy_queues`, `device_wait`, `host_gather` and `event_timing`.
+        activation_type: as in `DeviceCaps`; so are `copy_queues`, `device_wait`, `host_register`, `host_gather` and
+            `event_timing`.
         launch_us: device time of an empty kernel.
         host_call_us: host time of any call that reaches the driver.
         copy_latency_us: from the call to the beginning of a copy; the link is free meanwhile.
@@ -53,6 +54,7 @@ class Profile:
     copy_queues: int
     device_wait: bool
     blocking_submit: str
+    host_register: bool
     host_gather: bool
     event_timing: bool
 
@@ -86,7 +88,7 @@ class Profile:
         }
         if options["copy_queues"] >= 0:
             changes["copy_queues"] = options["copy_queues"]
-        for key in ("device_wait", "host_gather"):
+        for key in ("device_wait", "host_register", "host_gather"):
             if options[key] != "auto":
                 changes[key] = options[key] == "yes"
         if options["blocking_submit"] != "auto":

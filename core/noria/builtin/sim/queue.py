@@ -14,6 +14,7 @@ from noria.api.errors import DeviceTimeout
 from noria.api.memory import Buffer, CopyRegion, HostBuffer, Span
 from noria.api.queue import Event, Queue, QueueKind
 from noria.builtin.sim.clock import Lane
+from noria.builtin.sim.memory import SimDeviceBuffer
 
 if TYPE_CHECKING:
     from noria.builtin.sim.backend import SimDevice
@@ -85,10 +86,10 @@ class SimQueue(Queue):
         if device.profile.blocking_submit == "compute":
             device.clock.advance_to(self.tail_ns)
 
-    def synchronize(self) -> None:
+    def _synchronize(self) -> None:
         self.device.clock.advance_to(self.tail_ns)
 
-    def delay(self, duration_ns: int) -> None:
+    def _delay(self, duration_ns: int) -> None:
         self.device.host_call()
         start = max(self.device.clock.now_ns, self.tail_ns)
         self._append("delay", start, start + duration_ns)
@@ -115,6 +116,8 @@ class SimQueue(Queue):
     def _copy_d2h(self, dst: Span, src: Span) -> None:
         nbytes = src.nbytes
         self._copy_over_link("d2h", self.device.d2h, dst.buffer, nbytes, nbytes / self.device.profile.d2h_gbps)
+        if isinstance(src.buffer, SimDeviceBuffer) and src in src.buffer.known:
+            dst.host_view()[:] = src.buffer.known[src]
 
     def _copy_d2d(self, dst: Span, src: Span) -> None:
         device = self.device
