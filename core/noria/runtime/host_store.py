@@ -65,10 +65,13 @@ class HostStore:
         self.notes: list[str] = []
         self.mode = self._resolve(mode)
         self._buffers: list[HostBuffer] = []
+        self._refusal = ""
         infos = [file.tensors[name] for moe in moes.values() for name in (moe.gate, moe.up, moe.down)]
         sources = self._map(infos) if self.mode is LoadMode.MMAP else self._read(infos)
         for layer, moe in moes.items():
             self.layers[layer] = expert_layer(file, layer, moe, sources)
+        if self._refusal:
+            self._note(sum(info.nbytes for info in infos))
 
     def close(self) -> None:
         """Give the memory back; before the file is unmapped."""
@@ -106,9 +109,9 @@ class HostStore:
                 self._buffers.append(buffer)
                 return buffer
             except PinnedMemoryError as error:
-                self._note(nbytes, str(error))
+                self._refusal = self._refusal or str(error)
         else:
-            self._note(nbytes, f"{self.device.info.id} cannot page-lock a mapped file (--load-mode none can help)")
+            self._refusal = f"{self.device.info.id} cannot page-lock a mapped file (--load-mode none can help)"
         buffer = self.device.wrap_host(memory, label=label)
         self.pageable_nbytes += nbytes
         self._buffers.append(buffer)
@@ -127,7 +130,7 @@ class HostStore:
             try:
                 chunk = self.device.alloc_host(nbytes, label="experts")
             except PinnedMemoryError as error:
-                self._note(sum(info.nbytes for info in members), str(error))
+                self._refusal = self._refusal or str(error)
                 for info in members:
                     buffer = self.device.wrap_host(self.file.data(info.name).data, label="mapped experts")
                     self._buffers.append(buffer)
@@ -149,8 +152,11 @@ class HostStore:
                 self.progress("reading experts", done, total)
         return sources
 
-    def _note(self, nbytes: int, why: str) -> None:
-        note = f"{nbytes / MIB:.0f} MiB of experts are not page-locked, copies from them are slow: {why}"
+    def _note(self, total_nbytes: int) -> None:
+        note = (
+            f"{self.pageable_nbytes / MIB:.0f} of {total_nbytes / MIB:.0f} MiB of experts are not page-locked, "
+            f"copies from them are slow: {self._refusal}"
+        )
         log.warning("%s", note)
         self.notes.append(note)
 
