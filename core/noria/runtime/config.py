@@ -38,7 +38,7 @@ class EngineConfig:
         n_prompt: how long prompts will be, if known: no `auto` batch needs to be larger.
         type_k, type_v: ggml types of the KV cache [-ctk, -ctv].
         prefetch: name of a policy; "off" makes its copies in line on the compute queue [--prefetch].
-        prefetch_slots: slots of the ring, fewer if there is no room [--prefetch-slots].
+        prefetch_slots: slots of the ring [--prefetch-slots]; fewer if there is no room, unless `keep_slots`.
         logits_all: logits of every position are wanted, not only of the last.
         fallback: ops that a device lacks may run on the reference [--no-fallback].
         chaos_seed: poison slots and delay queues at random; results must not change [--chaos].
@@ -56,6 +56,7 @@ class EngineConfig:
     type_v: str = "F16"
     prefetch: str = "auto"
     prefetch_slots: int = 4
+    keep_slots: bool = False
     load_mode: LoadMode = LoadMode.AUTO
     logits_all: bool = False
     fallback: bool = True

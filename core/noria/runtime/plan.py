@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from noria.api import BufferUsage, KVView, align_up, tensor_nbytes
 from noria.api.errors import ConfigError, DoesNotFit, OpUnsupported
@@ -156,15 +157,19 @@ class Planner:
             OpUnsupported: a device cannot run an op of this model at all, or may not fall back.
             ConfigError: the flags contradict each other or the model.
         """
-        first = self._first_choice()
-        notes: list[str] = []
-        for choice, note in self._candidates(first):
+        tried = self.find()
+        if tried.shortfall > 0:
+            raise DoesNotFit(self._tightest(tried), tried.shortfall, self._remedy(), tried.text())
+        self._check_ops(tried)
+        return tried
+
+    def find(self) -> MemoryPlan:
+        """The first candidate that fits, or the last one tried."""
+        for choice, note in self._candidates(self._first_choice()):
             plan = self.plan(choice)
             if plan.shortfall <= 0:
-                self._check_ops(plan)
-                return replace(plan, notes=[*notes, note] if note else notes)
-        plan = self.plan(replace(first, n_cpu_moe=self.most_cpu_moe) if is_auto(self.config.n_cpu_moe) else first)
-        raise DoesNotFit(self._tightest(plan), plan.shortfall, self._remedy(plan), plan.text())
+                return replace(plan, notes=[note] if note else [])
+        return plan
 
     def _first_choice(self) -> Choice:
         config, hparams = self.config, self.model.hparams
@@ -194,7 +199,7 @@ class Planner:
             n_batch = min(choice.n_batch, n_ubatch) if is_auto(self.config.n_batch) else choice.n_batch
             choice = replace(choice, n_ubatch=n_ubatch, n_batch=n_batch)
             yield choice, f"-ub lowered to {n_ubatch} to fit"
-        while choice.n_slots > MIN_SLOTS:
+        while choice.n_slots > MIN_SLOTS and not self.config.keep_slots:
             choice = replace(choice, n_slots=choice.n_slots - 1)
             yield choice, f"the ring has {choice.n_slots} slots instead of {first.n_slots}: there is no room for more"
 
@@ -215,48 +220,51 @@ class Planner:
         over = [stage.nbytes - capacity for stage, capacity in zip(plan.stages, plan.capacity, strict=True)]
         return plan.stages[over.index(max(over))].spec.device.info.id
 
-    def _remedy(self, plan: MemoryPlan) -> str:
-        """The single change that fits and gives up least."""
-        fitting: list[tuple[int, str]] = []
-        for choice, words in self._single_changes(plan.choice):
-            other = self.plan(choice)
-            if other.shortfall <= 0:
-                fitting.append((-other.shortfall, words))
-                if len(fitting) == 8:
-                    break
+    def _remedy(self) -> str:
+        """The single change that fits and gives up least: after it the plan comes closest to filling the device."""
+        fitting = [(-plan.shortfall, words) for plan, words in self._single_changes()]
         if not fitting:
             return "No single change makes it fit; use a smaller model or quantization, or a device with more memory."
         return f"The smallest single change that fits: {min(fitting)[1]}."
 
-    def _single_changes(self, choice: Choice) -> Iterator[tuple[Choice, str]]:
-        """For each number the smallest change that fits, if there is one, found by bisection over its values."""
-        more_offloaded = range(choice.n_cpu_moe + 1, self.most_cpu_moe + 1)
-        for values, key, flag in (
-            (more_offloaded, "n_cpu_moe", "-ncmoe"),
-            (range(choice.n_slots - 1, MIN_SLOTS - 1, -1), "n_slots", "--prefetch-slots"),
-            (_steps_down(choice.n_ctx, 256), "n_ctx", "-c"),
-            (_steps_down(choice.n_batch, LEAST_N_UBATCH), "n_batch", "-b"),
-            (_steps_down(choice.n_ubatch, LEAST_N_UBATCH), "n_ubatch", "-ub"),
-        ):
+    def _single_changes(self) -> Iterator[tuple[MemoryPlan, str]]:
+        """For each flag the smallest change that fits, if there is one, found by bisection over its values.
 
-            def changed(value: int, key: str = key) -> Choice:
-                new = replace(choice, **{key: value})  # type: ignore[arg-type]  # all these fields are numbers
-                n_batch = min(new.n_batch, new.n_ctx)
-                return replace(new, n_batch=n_batch, n_ubatch=min(new.n_ubatch, n_batch))
-
+        What is `auto` is chosen anew for every change, as it would be in the user's next run.
+        """
+        choice = self._first_choice()
+        numbers: list[tuple[str, str, Sequence[int]]] = [("n_ctx", "-c", _steps_down(choice.n_ctx, LEAST_N_UBATCH))]
+        if not is_auto(self.config.n_cpu_moe):
+            numbers.append(("n_cpu_moe", "-ncmoe", range(choice.n_cpu_moe + 1, self.most_cpu_moe + 1)))
+        if self.config.keep_slots:
+            numbers.append(("prefetch_slots", "--prefetch-slots", range(choice.n_slots - 1, MIN_SLOTS - 1, -1)))
+        if not is_auto(self.config.n_batch):
+            numbers.append(("n_batch", "-b", _steps_down(choice.n_batch, LEAST_N_UBATCH)))
+        if not is_auto(self.config.n_ubatch):
+            numbers.append(("n_ubatch", "-ub", _steps_down(choice.n_ubatch, LEAST_N_UBATCH)))
+        for key, flag, values in numbers:
+            best: MemoryPlan | None = None
             low, high = 0, len(values)
             while low < high:
                 middle = (low + high) // 2
-                if self.plan(changed(values[middle])).shortfall <= 0:
-                    high = middle
+                plan = self._changed(**{key: values[middle]})
+                if plan.shortfall <= 0:
+                    high, best = middle, plan
                 else:
                     low = middle + 1
-            if low < len(values):
-                yield changed(values[low]), f"{flag} {values[low]}"
-        if (choice.type_k, choice.type_v) != ("Q8_0", "Q8_0") and all(
-            "Q8_0" in stage.device.caps.kv_types for stage in self.stages
-        ):
-            yield replace(choice, type_k="Q8_0", type_v="Q8_0"), "-ctk q8_0 -ctv q8_0"
+            if best is not None:
+                yield best, f"{flag} {values[low]}"
+        quantized = "Q8_0"
+        if choice.type_k != quantized and all(quantized in stage.device.caps.kv_types for stage in self.stages):
+            plan = self._changed(type_k=quantized, type_v=quantized)
+            if plan.shortfall <= 0:
+                yield plan, "-ctk q8_0 -ctv q8_0"
+
+    def _changed(self, **changes: Any) -> MemoryPlan:
+        """What would be found with another configuration."""
+        other = Planner(self.file, self.model, self.stages, replace(self.config, **changes))
+        other.capacity, other._dry = self.capacity, self._dry
+        return other.find()
 
     def _check_ops(self, plan: MemoryPlan) -> None:
         for stage in plan.stages:

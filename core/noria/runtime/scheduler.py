@@ -6,7 +6,7 @@ device but reading back results, and the routing where experts are fetched selec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -330,7 +330,7 @@ class Scheduler:
         self,
         stages: list[Stage],
         policy: Policy,
-        rates: list[LinkRates | None],
+        rates: Sequence[LinkRates | None],
         current: Callable[[], Counters],
         timeline: Timeline | None,
     ) -> None:

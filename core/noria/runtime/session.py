@@ -12,14 +12,14 @@ import numpy.typing as npt
 
 from noria.api import Device, Kernels
 from noria.api.errors import ConfigError, DeviceError, PinnedMemoryError
-from noria.experts import POLICIES, LinkRates, Policy
+from noria.experts import POLICIES, Policy
 from noria.gguf import ModelFile
 from noria.models import Model
 from noria.runtime.config import EngineConfig
 from noria.runtime.counters import Counters, RingMeter
 from noria.runtime.fallback import FallbackKernels
 from noria.runtime.host_store import Progress
-from noria.runtime.link import measure_link
+from noria.runtime.link import LinkRates, measure_link
 from noria.runtime.placement import check_tensors, stage_specs
 from noria.runtime.plan import MemoryPlan, Planner
 from noria.runtime.scheduler import Batch, Ids, Scheduler

@@ -1,0 +1,74 @@
+"""`noria synth`: full-size models with random weights."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from noria.api.errors import ConfigError
+from noria.cli.engine import count
+from noria.cli.output import ProgressBar, print_note, size_text
+from noria.gguf.presets import PRESETS, Preset
+from noria.gguf.quant_mix import QUANTS
+from noria.gguf.synth import synthesize
+
+
+def _shapes(preset: Preset) -> str:
+    return (
+        f"{preset.architecture}, {preset.n_layer} layers, width {preset.n_embd}, "
+        f"{preset.n_expert} experts of {preset.n_ff_exp}, {preset.n_expert_used} used"
+    )
+
+
+HELP = "write a full-size model with random weights"
+DESCRIPTION = f"""\
+Write a model with the shapes and types of a real one and random weights: for measuring speed and planning memory
+without a download. Routing spreads over the experts; the text it generates means nothing. llama.cpp loads it, too.
+
+  noria synth tiny tiny.gguf                                      a few MiB, for a first try
+  noria synth qwen3-30b-a3b model.gguf --quant Q4_K_M             17 GiB
+  noria synth qwen3-40x256 model.gguf --layers 4                  four of its layers
+  noria synth qwen3-30b-a3b model.gguf --sparse                   no disk space: for noria plan, not for running
+  noria synth qwen3-30b-a3b model.gguf --vocab other.gguf         with a tokenizer, so that noria run takes text
+
+presets:
+{chr(10).join(f"  {name:<15} {_shapes(preset)}" for name, preset in PRESETS.items())}
+
+quants: {", ".join(QUANTS)}
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("preset", metavar="PRESET", help="whose shapes; see above")
+    parser.add_argument("output", type=Path, metavar="OUT.gguf", help="file to write")
+    parser.add_argument("--layers", type=count, metavar="N", help="instead of the preset's")
+    parser.add_argument(
+        "--quant", type=str.upper, default="Q4_K_M", metavar="MIX", help="quantization mix (default: Q4_K_M)"
+    )
+    parser.add_argument("--vocab", type=Path, metavar="FILE.gguf", help="copy the tokenizer of this model")
+    parser.add_argument("-s", "--seed", type=count, default=0, metavar="N", help="of the weights (default: 0)")
+    parser.add_argument("--sparse", action="store_true", help="a hole in place of the weights")
+    parser.add_argument("--force", action="store_true", help="overwrite the file if it exists")
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.output.exists() and not args.force:
+        raise ConfigError(f"{args.output} exists; --force overwrites it.")
+    progress = ProgressBar()
+    begin = time.perf_counter()
+    try:
+        nbytes = synthesize(
+            args.preset,
+            args.output,
+            n_layer=args.layers,
+            quant=args.quant,
+            vocab=args.vocab,
+            seed=args.seed,
+            sparse=args.sparse,
+            progress=progress.of("writing", "B"),
+        )
+    finally:
+        progress.close()
+    print_note(f"{args.output}: {size_text(nbytes)} in {time.perf_counter() - begin:.1f} s")
+    return 0
