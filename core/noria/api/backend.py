@@ -116,6 +116,15 @@ class Device(ABC):
                 self.info.memory_nbytes,
                 f"One buffer may have at most {self.caps.max_buffer_nbytes} bytes on this device.",
             )
+        if self.caps.max_buffers is not None and len(self._buffers) >= self.caps.max_buffers:
+            raise OutOfDeviceMemory(
+                self.info.id,
+                label,
+                nbytes,
+                self.memory_free(),
+                self.info.memory_nbytes,
+                f"At most {self.caps.max_buffers} buffers may live at once on this device.",
+            )
         buffer = self._alloc(nbytes, usage, label)
         self._buffers.add(buffer)
         self.allocated[usage] += nbytes
