@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, final
 
-from noria.api.errors import FeatureUnsupported, TransferError
+from noria.api.errors import DeviceError, FeatureUnsupported, TransferError
 from noria.api.memory import Buffer, CopyRegion, DeviceBuffer, HostBuffer, Span
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Queue(ABC):
         if self._unrecorded:
             self._held.append((event, self._unrecorded))
             self._unrecorded = []
-        while self._held and self._held[0][0].done():
+        while self._held and _is_settled(self._held[0][0]):
             self._held.popleft()
         return event
 
@@ -322,6 +322,14 @@ class _ProgramEvent(Event):
 
     def timestamp_ns(self) -> int | None:
         return self._latest.timestamp_ns() if self._latest is not None else None
+
+
+def _is_settled(event: Event) -> bool:
+    """Whether nothing of the event's work is still to come. Its error is told to whoever waits for it."""
+    try:
+        return event.done()
+    except DeviceError:
+        return True
 
 
 def merge_regions(regions: Sequence[CopyRegion]) -> list[CopyRegion]:

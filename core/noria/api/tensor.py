@@ -106,6 +106,11 @@ class ExpertTable:
     n_in: int
     slab_nbytes: int
 
+    def slab(self, entry: int) -> Span:
+        """The bytes of the expert whose `where` value is `entry` (not negative)."""
+        unit = self.where.span.buffer.device.caps.table_unit
+        return self.spans[entry >> WHERE_BUFFER_SHIFT].sub((entry & WHERE_OFFSET_MASK) * unit, self.slab_nbytes)
+
 
 WHERE_BUFFER_SHIFT = 29
 WHERE_OFFSET_MASK = (1 << WHERE_BUFFER_SHIFT) - 1

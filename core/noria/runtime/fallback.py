@@ -35,7 +35,6 @@ from noria.api import (
     where_entry,
 )
 from noria.api.errors import FeatureUnsupported, OpUnsupported
-from noria.api.tensor import WHERE_BUFFER_SHIFT, WHERE_OFFSET_MASK
 from noria.gguf import SUPPORTED_TYPES
 from noria.runtime.bridge import Bridge, Layout
 from noria.runtime.timeline import Timeline
@@ -207,7 +206,7 @@ class FallbackKernels(Kernels):
         experts: list[int] = []
         if set(table.spans) <= set(reads):  # the op reads weights and not only which experts are here
             experts = np.flatnonzero(here & _has_rows(offsets, args["window"])).tolist()
-        slabs = tuple(_slab(table, int(where[expert]), self.device.caps.table_unit) for expert in experts)
+        slabs = tuple(table.slab(int(where[expert])) for expert in experts)
         values = {table.where.span: np.where(here, np.int32(0), np.int32(-1))}
         return _Needed(args | {"w": replace(table, spans=slabs)}, values, experts)
 
@@ -252,11 +251,6 @@ def _has_rows(offsets: _Ints, window: RowWindow) -> npt.NDArray[np.bool_]:
     end = min(first + window.n_rows, int(offsets[window.end_expert]))
     overlapping: npt.NDArray[np.bool_] = np.minimum(offsets[1:], end) > np.maximum(offsets[:-1], first)
     return overlapping
-
-
-def _slab(table: ExpertTable, entry: int, table_unit: int) -> Span:
-    """What a `where` entry means."""
-    return table.spans[entry >> WHERE_BUFFER_SHIFT].sub((entry & WHERE_OFFSET_MASK) * table_unit, table.slab_nbytes)
 
 
 def _mapped(value: Any, change: Callable[[Span], Span]) -> Any:

@@ -1,0 +1,5 @@
+"""The reference backend: NumPy on the CPU, with every op and every type. What it computes is what the ops mean."""
+
+from noria.builtin.reference.backend import OPTIONS, ReferenceBackend, ReferenceDevice
+
+__all__ = ["OPTIONS", "ReferenceBackend", "ReferenceDevice"]
