@@ -111,9 +111,11 @@ class Ring:
         self.meter.copied(self.copy, unit, before, start, slot.ready)
         return Filled(unit=unit, slot=slot, tables=(gate, up, down), ready=slot.ready)
 
-    def acquire(self, filled: Filled) -> None:
-        """Make compute wait for the unit's copies."""
-        before = self.compute.record("compute idle") if self.meter.enabled else None
+    def acquire(self, filled: Filled, idle_since: Event | None = None) -> None:
+        """Make compute wait for the unit's copies. `idle_since`: of compute, if it ran out of work before this."""
+        before = idle_since
+        if before is None and self.meter.enabled:
+            before = self.compute.record("compute idle")
         if not self.inline:
             self.compute.wait(filled.ready)
         after = self.compute.record("compute start") if self.meter.enabled else None
@@ -155,19 +157,22 @@ class Prefetcher:
 
     With waits on the device, all other slots are being filled while one is computed. Where waits block the host, one
     slot less: then the slot to be filled next was released a whole unit ago, and the host hardly waits. Where
-    submitting itself blocks, copies are submitted after the compute they should run beside.
+    copying itself blocks, copies are submitted after the compute they should run beside.
+
+    `idle_since` is the end of the compute that the first unit was chosen by, where the host waited for that.
     """
 
-    def __init__(self, ring: Ring, units: Iterator[Unit]) -> None:
+    def __init__(self, ring: Ring, units: Iterator[Unit], idle_since: Event | None = None) -> None:
         self.ring = ring
         self._units = units
+        self._idle_since = idle_since
         self._pending: deque[Filled] = deque()
         caps = ring.compute.device.caps
         n_slots = len(ring.slots)
         self._ahead = n_slots - 1 if caps.device_wait else max(1, n_slots - 2)
         if ring.inline:
             self._ahead = 0  # a copy in line with the compute gains nothing from being early
-        self._compute_first = caps.blocking_submit and not ring.inline
+        self._compute_first = caps.blocking_submit and not caps.async_copy and not ring.inline
 
     def start(self) -> None:
         """Begin to fill, before the first unit is asked for."""
@@ -178,7 +183,8 @@ class Prefetcher:
         """The next unit, with compute made to wait for it."""
         self._fill(1 if self._compute_first else self._ahead + 1)
         filled = self._pending.popleft()
-        self.ring.acquire(filled)
+        self.ring.acquire(filled, self._idle_since)
+        self._idle_since = None
         return filled
 
     def release(self, filled: Filled) -> None:

@@ -25,6 +25,16 @@ MIB = 1024 * 1024
 DEFAULT_N_CTX = 4096
 DEFAULT_N_UBATCH = 2048
 LEAST_N_UBATCH = 32
+# What is given up for room, and down to what, in the order of what it costs: first tokens beyond those whose compute
+# hides the copies anyway, last what makes experts cross the bus more often and kernels small.
+GIVE_UP = (
+    ("n_batch", 4 * DEFAULT_N_UBATCH),
+    ("n_ubatch", 512),
+    ("n_slots", MIN_SLOTS),
+    ("n_batch", 512),
+    ("n_ubatch", LEAST_N_UBATCH),
+    ("n_batch", LEAST_N_UBATCH),
+)
 LOGITS_NBYTES = 64 * MIB  # of all positions' logits, this much at a time
 
 
@@ -165,10 +175,11 @@ class Planner:
 
     def find(self) -> MemoryPlan:
         """The first candidate that fits, or the last one tried."""
-        for choice, note in self._candidates(self._first_choice()):
+        first = self._first_choice()
+        for choice in self._candidates(first):
             plan = self.plan(choice)
             if plan.shortfall <= 0:
-                return replace(plan, notes=[note] if note else [])
+                return replace(plan, notes=_given_up(first, plan))
         return plan
 
     def _first_choice(self) -> Choice:
@@ -186,22 +197,19 @@ class Planner:
             type_v=config.type_v,
         )
 
-    def _candidates(self, first: Choice) -> Iterator[tuple[Choice, str]]:
-        """Choices within what the user fixed, best first, each with a note on what was given up."""
-        least = self._with_least_cpu_moe(first)
-        yield least, ""
-        choice = replace(first, n_cpu_moe=self.most_cpu_moe) if is_auto(self.config.n_cpu_moe) else first
-        while is_auto(self.config.n_batch) and choice.n_batch > max(choice.n_ubatch, LEAST_N_UBATCH):
-            choice = replace(choice, n_batch=max(choice.n_batch // 2, choice.n_ubatch))
-            yield choice, f"-b lowered to {choice.n_batch}: experts cross the bus once for each so many tokens"
-        while is_auto(self.config.n_ubatch) and choice.n_ubatch > LEAST_N_UBATCH:
-            n_ubatch = choice.n_ubatch // 2
-            n_batch = min(choice.n_batch, n_ubatch) if is_auto(self.config.n_batch) else choice.n_batch
-            choice = replace(choice, n_ubatch=n_ubatch, n_batch=n_batch)
-            yield choice, f"-ub lowered to {n_ubatch} to fit"
-        while choice.n_slots > MIN_SLOTS and not self.config.keep_slots:
-            choice = replace(choice, n_slots=choice.n_slots - 1)
-            yield choice, f"the ring has {choice.n_slots} slots instead of {first.n_slots}: there is no room for more"
+    def _candidates(self, first: Choice) -> Iterator[Choice]:
+        """Choices within what the user fixed, best first."""
+        config = self.config
+        yield self._with_least_cpu_moe(first)
+        choice = replace(first, n_cpu_moe=self.most_cpu_moe) if is_auto(config.n_cpu_moe) else first
+        lowerable = {"n_batch": is_auto(config.n_batch), "n_ubatch": is_auto(config.n_ubatch)}
+        lowerable["n_slots"] = not config.keep_slots
+        for key, least in GIVE_UP:
+            least = max(least, choice.n_ubatch) if key == "n_batch" else least
+            while lowerable[key] and (value := getattr(choice, key)) > least:
+                value = value - 1 if key == "n_slots" else max(value // 2, least)
+                choice = replace(choice, **{key: value})
+                yield choice
 
     def _with_least_cpu_moe(self, choice: Choice) -> Choice:
         """With -ncmoe auto: the fewest offloaded layers that fit (all of them if none do)."""
@@ -302,8 +310,8 @@ class Planner:
         }
         layouts = {layer: unit_layout(sizes, caps.table_unit, caps.buffer_alignment) for layer, sizes in slabs.items()}
         here = frozenset(layer for layer in moes if layer in offloaded)
-        if spec.host:  # its kernels read experts where they are, if a table can point at every slab
-            here = frozenset(layer for layer in here if layouts[layer].strides == slabs[layer])
+        if spec.host:  # its kernels read experts where they are, if they can and a table can point at every slab
+            here = frozenset(layer for layer in here if caps.host_gather and layouts[layer].strides == slabs[layer])
         streamed = bool(here) and not spec.host
         n_expert = hparams.n_expert
         slot = 0
@@ -389,6 +397,18 @@ class Planner:
                 with_output=spec.output,
             )
         return self._dry[key]
+
+
+def _given_up(first: Choice, plan: MemoryPlan) -> list[str]:
+    """What the plan lacks of the first choice, one line each."""
+    notes, choice = [], plan.choice
+    if choice.n_batch < first.n_batch:
+        notes.append(f"-b lowered to {choice.n_batch}: experts cross the bus once for each so many tokens")
+    if choice.n_ubatch < first.n_ubatch:
+        notes.append(f"-ub lowered to {choice.n_ubatch} to fit")
+    if choice.n_slots < first.n_slots and any(stage.streamed for stage in plan.stages):
+        notes.append(f"the ring has {choice.n_slots} slots instead of {first.n_slots}: there is no room for more")
+    return notes
 
 
 def stage_weights(file: ModelFile, model: Model, spec: StageSpec) -> list[str]:

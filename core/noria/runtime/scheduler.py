@@ -216,11 +216,12 @@ class StageRunner:
             return
         assert stage.ring is not None
         assert stage.store is not None
-        stage.queue.record("routing").wait()
+        routing = stage.queue.record("routing")
+        routing.wait()
         used = np.flatnonzero(stage.read_counts(layer)).tolist()
         experts = stage.store.layers[layer]
         units = [Unit(layer=experts, experts=group) for group in split_used(used, stage.capacity(layer))]
-        prefetcher = Prefetcher(stage.ring, iter(units))
+        prefetcher = Prefetcher(stage.ring, iter(units), idle_since=routing)
         prefetcher.start()
         for _ in units:
             self._compute_unit(prefetcher, n)

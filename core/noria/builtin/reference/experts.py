@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from noria.api import ExpertRows, ExpertTable, Gating, Glu, RouterParams, RowWindow, Span, align_up
+from noria.api import ExpertRows, ExpertTable, Gating, Glu, RouterParams, RowWindow, align_up
 from noria.builtin.reference.matmul import ROW_BLOCK, matmul_rows
 from noria.builtin.reference.tensors import F32Array, elements
 from noria.builtin.reference.threads import run_all

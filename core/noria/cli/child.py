@@ -1,0 +1,57 @@
+"""Commands of noria in a process of their own: a clean device, and a failure that takes nothing else down."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ERROR = "noria: error: "  # how `print_error` begins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A process that has ended.
+
+    Attributes:
+        code: its exit code, negative if a signal ended it; None if it was killed because it took too long.
+        seconds: how long it ran.
+    """
+
+    code: int | None
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def error(self) -> str:
+        """Why it failed, in its own words where it had any; empty if it did not."""
+        if self.code == 0:
+            return ""
+        if self.code is None:
+            return f"it took longer than {self.seconds:.0f} s and was stopped"
+        how = f"it was ended by {signal.Signals(-self.code).name}" if self.code < 0 else f"exit code {self.code}"
+        said = self.stderr.partition(ERROR)[2] or self.stderr
+        return said.strip().replace(ERROR, "") or how
+
+
+def run_noria(argv: Sequence[str], timeout_s: float) -> Finished:
+    """Run `noria ARGV` to its end, with this interpreter and in this folder; killed with us when we are interrupted."""
+    begin = time.perf_counter()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "noria", *argv],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        return Finished(code=None, stdout="", stderr="", seconds=timeout_s)
+    return Finished(
+        code=done.returncode, stdout=done.stdout, stderr=done.stderr, seconds=time.perf_counter() - begin
+    )
