@@ -172,7 +172,7 @@ def test_every_order_that_must_hold_is_enforced(
             for tokens in passes:
                 session.forward(np.array(tokens))
             checker.check()
-            trace.check_ownership(n_slots)
+            trace.check_ownership(session.plan.choice.n_slots)
             n_fills += trace.n("fill")
     assert n_fills > 0
 

@@ -50,6 +50,17 @@ class LinkRates:
         return _rate_gbps(self.samples, nbytes)
 
 
+# Where there is no room even for a measurement: a link of the third PCIe generation, 16 lanes wide.
+UNMEASURED = LinkRates(
+    h2d_gbps=12.0,
+    d2h_gbps=12.0,
+    h2d_small_gbps=10.0,
+    pageable_gbps=6.0,
+    latency_us=20.0,
+    samples=((4096, 4096 / 12.0), (16 * MIB, 16 * MIB / 12.0)),
+)
+
+
 def measure_link(device: Device, *, expert_nbytes: int = EXPERT_NBYTES) -> LinkRates:
     """Measure the link of an idle device, in less than 0.2 s.
 

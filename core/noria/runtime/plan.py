@@ -34,6 +34,7 @@ GIVE_UP = (
     ("n_batch", 512),
     ("n_ubatch", LEAST_N_UBATCH),
     ("n_batch", LEAST_N_UBATCH),
+    ("n_slots", 1),  # no ring at all: one slot, filled in line with the compute
 )
 LOGITS_NBYTES = 64 * MIB  # of all positions' logits, this much at a time
 
@@ -66,7 +67,8 @@ class StagePlan:
 
     Attributes:
         offloaded: its layers whose experts stay in host RAM.
-        streamed: whether those pass through a ring here (they do not on the host device).
+        streamed: whether those pass through slots here. They do not on the host device, nor where host and device
+            share their memory.
         slot_nbytes: of one slot; 0 without a ring.
         layouts: how a unit of each offloaded layer lies in a slot.
         tables: the expert tables to upload.
@@ -191,7 +193,7 @@ class Planner:
             n_ctx=n_ctx,
             n_batch=n_batch,
             n_ubatch=min(n_ubatch, n_batch),
-            n_slots=config.prefetch_slots,
+            n_slots=1 if config.inline else config.prefetch_slots,
             n_cpu_moe=0 if is_auto(config.n_cpu_moe) else min(int(config.n_cpu_moe), self.most_cpu_moe),
             type_k=config.type_k,
             type_v=config.type_v,
@@ -310,9 +312,10 @@ class Planner:
         }
         layouts = {layer: unit_layout(sizes, caps.table_unit, caps.buffer_alignment) for layer, sizes in slabs.items()}
         here = frozenset(layer for layer in moes if layer in offloaded)
-        if spec.host:  # its kernels read experts where they are, if they can and a table can point at every slab
+        in_place = spec.host or (caps.unified_memory and caps.host_gather)
+        if in_place:  # its kernels read experts where they are, if they can and a table can point at every slab
             here = frozenset(layer for layer in here if caps.host_gather and layouts[layer].strides == slabs[layer])
-        streamed = bool(here) and not spec.host
+        streamed = bool(here) and not in_place
         n_expert = hparams.n_expert
         slot = 0
         if streamed:
@@ -341,7 +344,9 @@ class Planner:
             "weights": PlannedBuffer("weights", BufferUsage.WEIGHTS, weights),
             "experts": PlannedBuffer(f"experts of {n_resident} layers", BufferUsage.EXPERTS, resident),
             "kv": PlannedBuffer(f"KV cache, {choice.n_ctx} cells", BufferUsage.KV, kv),
-            "slots": PlannedBuffer(f"ring, {choice.n_slots} slots", BufferUsage.SLOT, slots),
+            "slots": PlannedBuffer(
+                f"ring, {choice.n_slots} slots" if choice.n_slots > 1 else "slot", BufferUsage.SLOT, slots
+            ),
             "tables": PlannedBuffer("expert tables", BufferUsage.COMPUTE, tables.nbytes),
             "batch": PlannedBuffer(f"batch of {choice.n_batch} tokens", BufferUsage.COMPUTE, batch),
             "workspace": PlannedBuffer(
@@ -407,7 +412,10 @@ def _given_up(first: Choice, plan: MemoryPlan) -> list[str]:
     if choice.n_ubatch < first.n_ubatch:
         notes.append(f"-ub lowered to {choice.n_ubatch} to fit")
     if choice.n_slots < first.n_slots and any(stage.streamed for stage in plan.stages):
-        notes.append(f"the ring has {choice.n_slots} slots instead of {first.n_slots}: there is no room for more")
+        if choice.n_slots == 1:
+            notes.append("prefetch is off: there is room for one slot only, copies run in line with the compute")
+        else:
+            notes.append(f"the ring has {choice.n_slots} slots instead of {first.n_slots}: there is no room for more")
     return notes
 
 

@@ -124,10 +124,11 @@ class StageRunner:
         for layer in stage.moes:
             if layer not in stage.plan.offloaded:
                 decision = Decision(movement=Movement.RESIDENT, why="on the device")
-            elif stage.ring is None or self.rates is None:
-                decision = Decision(movement=Movement.GATHER, why="the host computes from its own memory")
+            elif stage.ring is None:
+                decision = Decision(movement=Movement.GATHER, why="the kernels read host memory as their own")
             else:
                 assert stage.store is not None
+                assert self.rates is not None
                 use = self.counters.layers.get(layer)
                 guess = uniform_coverage(n_tokens, p.n_expert, p.n_expert_used)
                 situation = Situation(

@@ -19,7 +19,7 @@ from noria.runtime.config import EngineConfig
 from noria.runtime.counters import Counters, RingMeter
 from noria.runtime.fallback import FallbackKernels
 from noria.runtime.host_store import Progress
-from noria.runtime.link import LinkRates, measure_link
+from noria.runtime.link import UNMEASURED, LinkRates, measure_link
 from noria.runtime.placement import check_tensors, stage_specs
 from noria.runtime.plan import MemoryPlan, Planner
 from noria.runtime.scheduler import Batch, Ids, Scheduler
@@ -115,8 +115,8 @@ class Session:
         self._scheduler = Scheduler(self.stages, policies[config.prefetch], self.rates, lambda: self.counters, timeline)
 
     @staticmethod
-    def _measure(device: Device) -> LinkRates | None:
-        rates = None
+    def _measure(device: Device) -> LinkRates:
+        rates = UNMEASURED
         with suppress(DeviceError, PinnedMemoryError):  # a device that is nearly full can still run
             rates = measure_link(device)
         device.allocated_peak = sum(device.allocated.values())  # the peak that is reported is that of the model

@@ -261,7 +261,7 @@ class Stage:
                     staging=staging.span(i * table_nbytes, table_nbytes),
                 )
             )
-        kind = QueueKind.COMPUTE if self.config.inline else QueueKind.COPY
+        kind = QueueKind.COMPUTE if self.choice.n_slots == 1 else QueueKind.COPY
         chaos = None
         if self.config.chaos_seed is not None:
             chaos = Chaos(self.device, self.plan.slot_nbytes, self.config.chaos_seed)
