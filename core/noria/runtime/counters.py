@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from noria.api import Event, Queue
 from noria.experts import Decision, Movement, Unit
@@ -84,19 +81,18 @@ class Counters:
         layers = {i: LayerUse(latest=dict(use.latest)) for i, use in self.layers.items()}
         return Counters(n_expert=self.n_expert, layers=layers)
 
-    def used(self, layer: int, n_tokens: int, n_pairs_of_expert: npt.NDArray[np.int32]) -> int:
-        """Note how many experts a layer used; returns that."""
-        n_used = int(np.count_nonzero(n_pairs_of_expert))
-        self.n_expert = len(n_pairs_of_expert)
+    def used(self, layer: int, n_tokens: int, n_used: int, n_expert: int) -> None:
+        """Note how many experts a layer used in a pass."""
+        self.n_expert = n_expert
         use = self.layers.setdefault(layer, LayerUse())
         use.n_used += n_used
         use.n_passes += 1
-        use.latest[n_tokens] = n_used / self.n_expert
-        return n_used
+        use.latest[n_tokens] = n_used / n_expert
 
-    def decided(self, layer: int, decision: Decision) -> None:
-        self.decisions[layer] = decision
-        self.movements[decision.movement] += 1
+    def decided(self, decisions: Mapping[int, Decision]) -> None:
+        """Note what was chosen for the layers of a pass."""
+        self.decisions.update(decisions)
+        self.movements.update(decision.movement for decision in decisions.values())
 
     def record(self) -> dict[str, Any]:
         """For JSON and tables."""

@@ -6,7 +6,7 @@ device but reading back results, and the routing where experts are fetched selec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,7 @@ from noria.runtime.timeline import Timeline
 
 PROGRAM_KV_STEP = 256  # cells by which a recorded token's attention bound grows: it is recorded anew so often
 
+Decisions = dict[int, Decision]  # by layer
 Ids = npt.NDArray[np.int32]  # routing, [n_layer, n_tokens, n_expert_used]; -1 in layers without experts
 
 
@@ -81,7 +82,8 @@ class StageRunner:
     ) -> None:
         self.stage, self.policy, self.rates = stage, policy, rates
         self._current, self.timeline = current, timeline
-        self.programs: dict[object, Program] = {}
+        self.programs: dict[Hashable, Program] = {}
+        self._decided: tuple[int, Decisions] = (0, {})  # for this many tokens; one token after another is decided once
         self.prefetcher: Prefetcher | None = None
         self._inputs_read: Event | None = None
 
@@ -94,31 +96,29 @@ class StageRunner:
     def enqueue(self, batch: Batch, hidden: npt.NDArray[np.float32] | None) -> None:
         """Enqueue all layers of this stage; `hidden` [n, n_embd] comes from the stage before."""
         stage, n = self.stage, batch.n_tokens
-        decisions = self._decide(n)
+        if n != 1 or self._decided[0] != 1:
+            self._decided = n, self._decide(n)
+        decisions = self._decided[1]
+        self.counters.decided(decisions)
         self._upload(batch, hidden)
-        record = n == 1 and self._recordable(decisions)
-        if not record:
+        if n != 1 or not self._recordable(decisions):
             self._layers(batch, decisions, batch.n_kv)
             return
         n_kv = min(align_up(batch.n_kv, PROGRAM_KV_STEP), stage.choice.n_ctx)
-        key = (
-            n_kv,
-            batch.forced is not None,
-            batch.capture,
-            tuple(sorted((i, d.movement) for i, d in decisions.items())),
-        )
+        movements = tuple(decision.movement for decision in decisions.values())
+        key = (n_kv, batch.forced is not None, batch.capture, movements)
         if key not in self.programs:
             with stage.queue.program(key) as program:
                 self._layers(batch, decisions, n_kv)
             self.programs[key] = program
         stage.queue.run(self.programs[key])
 
-    def _recordable(self, decisions: dict[int, Decision]) -> bool:
+    def _recordable(self, decisions: Decisions) -> bool:
         """Whether one token's work is the same every time, so that it can be recorded once."""
         fixed = all(d.movement in (Movement.RESIDENT, Movement.GATHER) for d in decisions.values())
         return fixed and self.stage.recordable and self.timeline is None
 
-    def _decide(self, n_tokens: int) -> dict[int, Decision]:
+    def _decide(self, n_tokens: int) -> Decisions:
         stage, decisions = self.stage, {}
         p = stage.model.hparams
         for layer in stage.moes:
@@ -140,7 +140,6 @@ class StageRunner:
                 )
                 decision = self.policy(stage.store.layers[layer], situation)
             decisions[layer] = decision
-            self.counters.decided(layer, decision)
         return decisions
 
     def _upload(self, batch: Batch, hidden: npt.NDArray[np.float32] | None) -> None:
@@ -163,7 +162,7 @@ class StageRunner:
                 stage.routing(layer, n).host_view(np.int32)[:] = batch.forced[layer].reshape(-1)
         self._inputs_read = stage.queue.record("inputs")
 
-    def _layers(self, batch: Batch, decisions: dict[int, Decision], n_kv: int) -> None:
+    def _layers(self, batch: Batch, decisions: Decisions, n_kv: int) -> None:
         stage, model, g = self.stage, self.stage.model, self.stage.graph
         n, n_ubatch = batch.n_tokens, stage.choice.n_ubatch
         self.prefetcher = None
@@ -197,7 +196,7 @@ class StageRunner:
 
     # --- experts -------------------------------------------------------------------------------------------------
 
-    def _experts(self, layer: int, batch: Batch, decisions: dict[int, Decision]) -> None:
+    def _experts(self, layer: int, batch: Batch, decisions: Decisions) -> None:
         stage, n = self.stage, batch.n_tokens
         rows = stage.rows(n)
         stage.kernels.sort_rows(stage.queue, rows, stage.graph.scratch)
@@ -219,7 +218,7 @@ class StageRunner:
         assert stage.store is not None
         routing = stage.queue.record("routing")
         routing.wait()
-        used = np.flatnonzero(stage.read_counts(layer)).tolist()
+        used = np.flatnonzero(stage.read_counts()[list(stage.moes).index(layer)]).tolist()
         experts = stage.store.layers[layer]
         units = [Unit(layer=experts, experts=group) for group in split_used(used, stage.capacity(layer))]
         prefetcher = Prefetcher(stage.ring, iter(units), idle_since=routing)
@@ -250,7 +249,7 @@ class StageRunner:
             scratch=stage.graph.scratch,
         )
 
-    def _prefetch_from(self, layer: int, decisions: dict[int, Decision]) -> None:
+    def _prefetch_from(self, layer: int, decisions: Decisions) -> None:
         """Begin to stream the whole layers from `layer` to the next one that is fetched selectively.
 
         Such a layer takes the ring for itself, so nothing that comes after it is filled before it is done.
@@ -310,9 +309,10 @@ class StageRunner:
     def settle(self, n: int) -> None:
         """Read the counters of a pass that is done."""
         stage = self.stage
-        for layer in stage.moes:
-            n_used = self.counters.used(layer, n, stage.read_counts(layer))
-            if self.counters.decisions[layer].movement is Movement.GATHER and stage.store is not None:
+        n_used_by_layer = np.count_nonzero(stage.read_counts(), axis=1).tolist()
+        for layer, n_used in zip(stage.moes, n_used_by_layer, strict=True):
+            self.counters.used(layer, n, n_used, stage.model.hparams.n_expert)
+            if self._decided[1][layer].movement is Movement.GATHER and stage.store is not None:
                 experts = stage.store.layers[layer]
                 self.counters.gather_nbytes += n_used * experts.nbytes // experts.n_expert
         stage.meter.settle(inline=stage.ring is not None and stage.ring.inline)

@@ -292,9 +292,11 @@ class Stage:
         nbytes = (self.model.hparams.n_expert + 1) * 4
         return self._counts.span(self._moe_index[layer] * nbytes, nbytes)
 
-    def read_counts(self, layer: int) -> npt.NDArray[np.int32]:
-        """How many rows each expert of a layer had in the last pass, I32 [n_expert]."""
-        counts: npt.NDArray[np.int32] = np.diff(self.counts(layer).host_view(np.int32))
+    def read_counts(self) -> npt.NDArray[np.int32]:
+        """How many rows each expert had in the last pass: I32 [layers with experts, n_expert]."""
+        n_offsets = self.model.hparams.n_expert + 1
+        offsets = self._counts.span(0, len(self.moes) * n_offsets * 4).host_view(np.int32)
+        counts: npt.NDArray[np.int32] = np.diff(offsets.reshape(-1, n_offsets))
         return counts
 
     def keep_routing(self) -> None:
