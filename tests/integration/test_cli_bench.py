@@ -23,7 +23,7 @@ from noria.text import Tokenizer
 
 KEYS = [
     *("model_filename", "model_type", "model_size", "model_n_params", "backend", "device", "gpu_info"),
-    *("n_ctx", "n_batch", "n_ubatch", "n_gpu_layers", "n_cpu_moe", "type_k", "type_v"),
+    *("n_ctx", "n_batch", "n_ubatch", "n_gpu_layers", "n_cpu_moe", "cpu_moe_size", "type_k", "type_v"),
     *("policy", "prefetch_slots", "load_mode", "n_prompt", "n_gen", "n_depth", "test_time"),
     *("avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "samples_ts", "counters", "notes"),
 ]
@@ -70,6 +70,7 @@ def test_a_record_has_the_keys_of_llama_bench_and_ours(rows: Noria) -> None:
     assert prompt["model_type"] == "qwen3moe 14.4M.A5.0M Q4_K_M"
     assert (prompt["backend"], prompt["device"], prompt["type_k"], prompt["n_cpu_moe"]) == ("sim", "sim0", "f16", 4)
     assert (prompt["n_ctx"], prompt["n_batch"], prompt["n_gpu_layers"]) == (32, 32, 5)
+    assert prompt["cpu_moe_size"] == demo_expert_nbytes()
 
 
 def test_the_figures_of_a_record_agree(rows: Noria) -> None:

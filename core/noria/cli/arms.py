@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -48,8 +48,9 @@ class Arm:
 
     def logits(self) -> list[str]:
         """Its flags for `noria logits`, where missing ops are an error only if we say so."""
-        strict = [] if Flag("--fallback") in self.flags else ["--no-fallback"]
-        return strict + [word for flag in self.flags if flag.name != "--fallback" for word in _words(flag, ",")]
+        asked = [flag.name for flag in self.flags if flag.name.endswith("fallback")]
+        strict = [] if asked[-1:] == ["--fallback"] else ["--no-fallback"]
+        return strict + [word for flag in self.flags if flag.name not in asked for word in _words(flag, ",")]
 
 
 def _words(flag: Flag, comma: str) -> list[str]:
@@ -90,6 +91,8 @@ def _keep_text(action: argparse.Action) -> None:
 
     if choices is not None:
         action.metavar = "|".join(choices)
+    if action.dest == "timeline":
+        action.help = argparse.SUPPRESS
     action.type, action.choices = keep, None
 
 
@@ -113,7 +116,9 @@ def parse_arms(texts: list[str], common: tuple[Flag, ...]) -> list[Arm]:
         ConfigError: there are fewer than two, two have one name, or a flag is wrong.
     """
     if len(texts) < 2:
-        raise ConfigError("a comparison needs two arms or more: --arm 'off: --prefetch off' --arm 'ring: --prefetch whole'.")
+        raise ConfigError(
+            "a comparison needs two arms or more: --arm 'off: --prefetch off' --arm 'ring: --prefetch whole'."
+        )
     parser = _ArmParser(add_help=False, allow_abbrev=False)
     add_arm_arguments(parser)
     arms: list[Arm] = []
@@ -131,7 +136,7 @@ def parse_arms(texts: list[str], common: tuple[Flag, ...]) -> list[Arm]:
     return arms
 
 
-def join_arms(argv: list[str]) -> list[str]:
+def join_arms(argv: Sequence[str]) -> list[str]:
     """`--arm VALUE` as `--arm=VALUE`: argparse would take a value that begins with a flag for that flag."""
     joined: list[str] = []
     for word in argv:

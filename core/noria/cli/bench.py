@@ -80,6 +80,19 @@ def counts(text: str) -> list[int]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
+    add_test_arguments(parser)
+    parser.add_argument(
+        "-f", "--prompt-file", type=Path, metavar="FILE", help="use the tokens of this text instead of random ones"
+    )
+    parser.add_argument("--fallback", action="store_true", help="ops that a device lacks run on the reference, slowly")
+    add_format_argument(parser, FORMS)
+    add_routing_arguments(parser)
+    add_sweep_arguments(parser)
+    parser.set_defaults(fallback=False)
+
+
+def add_test_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is measured and how often."""
     parser.add_argument(
         "-p", "--n-prompt", type=counts, default=[512], metavar="N[,N]", help="prompt lengths, 0 = none (default: 512)"
     )
@@ -90,14 +103,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-r", "--repetitions", type=count, default=5, metavar="N", help="how often each test runs (default: 5)"
     )
     parser.add_argument("--no-warmup", dest="warmup", action="store_false", help="count the first pass of a test too")
-    parser.add_argument(
-        "-f", "--prompt-file", type=Path, metavar="FILE", help="use the tokens of this text instead of random ones"
-    )
-    parser.add_argument("--fallback", action="store_true", help="ops that a device lacks run on the reference, slowly")
-    add_format_argument(parser, FORMS)
-    add_routing_arguments(parser)
-    add_sweep_arguments(parser)
-    parser.set_defaults(fallback=False)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -237,6 +242,7 @@ def record(test: Test, samples: list[Sample], started: datetime, session: Sessio
         "n_ubatch": choice.n_ubatch,
         "n_gpu_layers": n_layer + 1 if config.n_gpu_layers is None else min(config.n_gpu_layers, n_layer + 1),
         "n_cpu_moe": choice.n_cpu_moe,
+        "cpu_moe_size": session.plan.host_nbytes,
         "type_k": choice.type_k.lower(),
         "type_v": choice.type_v.lower(),
         "policy": config.prefetch,

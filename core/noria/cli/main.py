@@ -12,10 +12,11 @@ from pathlib import Path
 
 import noria
 from noria.api.errors import NoriaError
-from noria.cli import bench, devices, logits, ops, plan, run, synth
+from noria.cli import bench, compare, devices, logits, ops, plan, run, synth
+from noria.cli.arms import join_arms
 from noria.cli.output import print_error
 
-COMMANDS = (run, bench, logits, plan, devices, ops, synth)
+COMMANDS = (run, bench, compare, logits, plan, devices, ops, synth)
 
 DESCRIPTION = """\
 Run mixture-of-experts GGUF models that do not fit in VRAM: experts stay in RAM and stream to the GPU while it computes.
@@ -57,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `noria` command; returns the exit code."""
-    args = make_parser().parse_args(argv)
+    args = make_parser().parse_args(join_arms(sys.argv[1:] if argv is None else argv))
     level = logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
