@@ -92,7 +92,8 @@ def test_run_with_a_seed_repeats_itself(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_timeline_is_written(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    assert main(["run", "-p", "In the beginning God", "-n", "3", "-cmoe", "--prefetch", "whole", "--timeline", str(path)]) == 0
+    flags = ["-n", "3", "-cmoe", "--prefetch", "whole", "--timeline", str(path)]
+    assert main(["run", "-p", "In the beginning God", *flags]) == 0
     text = path.read_text()
     assert "wait for experts" in text
     assert "layer 3 attention and router" in text

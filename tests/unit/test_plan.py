@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noria.api import BufferUsage, Device
+from noria.api import BufferUsage, Device, Op
 from noria.api.errors import DoesNotFit, OutOfDeviceMemory
 from noria.builtin.reference import OPTIONS as REFERENCE_OPTIONS
 from noria.builtin.reference import ReferenceBackend
@@ -330,3 +331,40 @@ def test_the_device_that_is_over_is_named(big: ModelFile) -> None:
     with pytest.raises(DoesNotFit, match=r"sim0: the plan is \d+\.\d MiB over") as caught:
         plan_memory(big, build(big), [large, small], lambda: small, EngineConfig(n_cpu_moe=0))
     assert caught.value.device == small.info.id == "sim0"
+
+
+# --- what is said ----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_copy_queue_there_is_one_slot_and_no_ring(file: ModelFile) -> None:
+    options = {name: spec.default for name, spec in REFERENCE_OPTIONS.items()}
+    with ReferenceBackend().open(0, options | {"copy_queues": 0}) as device:
+        plan = plan_memory(file, build(file), [device], lambda: device, EngineConfig(n_cpu_moe=2))
+    assert plan.choice.n_slots == 1
+    assert any("prefetch is off" in note for note in plan.notes)
+
+
+def test_what_fits_without_a_ring_gets_none(file: ModelFile) -> None:
+    """Offloading half of the layers takes more than it gives where the ring is large."""
+    with open_sim() as device:
+        args = (file, build(file), [device], lambda: device)
+        flags: dict[str, Any] = {"prefetch_slots": 64, "keep_slots": True, "n_ctx": 64}
+        resident = plan_memory(*args, EngineConfig(n_cpu_moe=0, **flags))
+        nbytes = resident.stages[0].nbytes
+        assert plan_memory(*args, EngineConfig(n_cpu_moe=N_LAYER // 2, **flags)).stages[0].nbytes > nbytes
+        plan = plan_memory(*args, EngineConfig(memory_nbytes=nbytes, **flags))
+    assert plan.choice.n_cpu_moe == 0
+
+
+def test_an_override_that_matches_nothing_is_said(file: ModelFile) -> None:
+    plan = plan_of(file, override_tensors=(("attn", "CPU"), ("exps", "GPU")))
+    assert [note for note in plan.notes if note.startswith("-ot")] == [
+        "-ot attn=CPU does nothing: it matches no expert tensor, and only those can move"
+    ]
+
+
+def test_support_is_asked_for_the_type_of_up(file: ModelFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "blk.0.ffn_up_exps.weight"
+    monkeypatch.setitem(file.tensors, name, replace(file.tensors[name], type="IQ2_S"))
+    plan = plan_of(file)
+    assert any(query.op is Op.EXPERT_FFN and query.type == "IQ2_S" for query in plan.stages[0].dry.queries)

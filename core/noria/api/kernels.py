@@ -10,6 +10,7 @@ Whatever changes from run to run of a recorded program (positions, token ids, ta
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -306,7 +307,7 @@ class Kernels:
         that are computed in chunks. A composite with a default in terms of mul_mat_id, glu and combine; a backend may
         fuse it as it likes, keeping the order in which `combine` adds. Rows of experts that are not in the tables are
         skipped. The host knows only the bound of rows, not how many there are, so chunks without rows must cost next to
-        nothing.
+        nothing. `up` may have another type than `gate`; support is then asked for both.
 
         x: activations [n_tokens, n_embd]; acc: F32 [n_tokens, n_embd].
         """
@@ -315,7 +316,10 @@ class Kernels:
         query = OpQuery(
             op=Op.EXPERT_FFN, type=gate.type, type2=down.type, activation=x.type, n_rows=chunk_rows, dims=dims
         )
-        if not self.supports(query).usable:
+        supported = self.supports(query).usable
+        if supported and up.type != gate.type:
+            supported = self.supports(replace(query, type=up.type)).usable
+        if not supported:
             most = rows.n_tokens * min(rows.n_expert_used, experts[1] - experts[0])
             for first in range(0, most, chunk_rows):
                 window = RowWindow(

@@ -131,6 +131,11 @@ class Ring:
         filled.slot.unit = None
         self.meter.computed(self.compute, filled.unit, filled.slot.free)
 
+    def reset(self) -> None:
+        """Take all slots back. Both queues are idle."""
+        for slot in self.slots:
+            slot.unit = None
+
     def _range_wheres(self, unit: Unit, strides: Sequence[int]) -> list[Tensor] | None:
         if not isinstance(unit.experts, range):
             return None

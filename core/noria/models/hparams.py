@@ -69,8 +69,13 @@ def read_hparams(file: ModelFile) -> HParams:
         )
     if n_expert and not 0 < n_expert_used <= n_expert:
         raise GGUFError(file.path, "expert_used_count", f"is {n_expert_used} of {n_expert} experts")
-    scaling = file.metadata.arch_str("rope.scaling.type", "none")
-    factor = file.metadata.arch_float("rope.scaling.factor", 0.0) or 1.0
+    rope_dims = file.metadata.arch_int("rope.dimension_count", 0) or head_dim
+    if rope_dims % 2 or not 0 < rope_dims <= head_dim:
+        raise GGUFError(
+            file.path, "rope.dimension_count", f"is {rope_dims}; pairs of the {head_dim} numbers of a head turn"
+        )
+    scaling = file.metadata.arch_str("rope.scaling.type", "linear")
+    factor = (scaling != "none" and file.metadata.arch_float("rope.scaling.factor", 0.0)) or 1.0
     if scaling not in ("none", "linear") and factor != 1.0:
         raise ModelError(f"{file.path}: RoPE scaling '{scaling}' is not supported yet; 'linear' is.")
     n_ff = file.metadata.arch_int("feed_forward_length", 0)
@@ -90,7 +95,7 @@ def read_hparams(file: ModelFile) -> HParams:
         n_ctx_train=positive("context_length"),
         rms_eps=file.metadata.arch_float("attention.layer_norm_rms_epsilon"),
         attention_scale=file.metadata.arch_float("attention.scale", 0.0) or 1.0 / sqrt(head_dim),
-        rope_dims=file.metadata.arch_int("rope.dimension_count", 0) or head_dim,
+        rope_dims=rope_dims,
         rope_base=file.metadata.arch_float("rope.freq_base", 10000.0),
         rope_scale=1.0 / factor,
         expert_weights_scale=file.metadata.arch_float("expert_weights_scale", 0.0) or 1.0,

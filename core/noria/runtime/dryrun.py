@@ -60,7 +60,7 @@ class NotingKernels(Kernels):
 
 
 class DryRun:
-    """One device's share of a model, run for tiles of `n_ubatch` tokens and of one.
+    """One device's share of a model, run for tiles of `n_ubatch` tokens and of one. Rows are sorted for whole batches.
 
     Attributes:
         workspace_nbytes, scratch_nbytes: the most any part of it needs.
@@ -75,6 +75,7 @@ class DryRun:
         layers: Sequence[int],
         kv_views: dict[int, KVView],
         *,
+        n_batch: int,
         n_ubatch: int,
         n_kv: int,
         n_logits: int,
@@ -97,7 +98,7 @@ class DryRun:
         def tensor(type: str, *shape: int) -> Tensor:
             return Workspace(phantom.span(), device.caps.buffer_alignment).tensor(type, *shape)
 
-        for n in {n_ubatch, 1}:
+        for n, n_sorted in {(n_ubatch, n_batch), (1, 1)}:
             h, positions = tensor("F32", n, p.n_embd), tensor("I32", n)
             if with_embedding:
                 model.embed(g, h, positions)
@@ -112,9 +113,10 @@ class DryRun:
                     ids, pair_weights = tensor("I32", n, p.n_expert_used), tensor("F32", n, p.n_expert_used)
                     model.route(g, layer, h, x, ids, pair_weights, forced=False)
                 dims = (p.n_expert, p.n_expert_used)
-                noting.note(OpQuery(op=Op.SORT_ROWS, type="I32", n_rows=n, dims=dims))
-                gate, down = file.tensors[moe.gate], file.tensors[moe.down]
-                _note_experts(noting, gate.type, down.type, gate.shape, device.caps.activation_type, n * dims[1])
+                noting.note(OpQuery(op=Op.SORT_ROWS, type="I32", n_rows=n_sorted, dims=dims))
+                gate, up, down = (file.tensors[name] for name in (moe.gate, moe.up, moe.down))
+                types = (gate.type, up.type, down.type)
+                _note_experts(noting, types, gate.shape, device.caps.activation_type, n * dims[1])
         if with_output:
             for n in {n_logits, 1}:
                 with workspace.scope():
@@ -125,18 +127,26 @@ class DryRun:
 
 
 def _note_experts(
-    noting: NotingKernels, gate: str, down: str, shape: tuple[int, ...], activation: str, n_rows: int
+    noting: NotingKernels, types: tuple[str, str, str], shape: tuple[int, ...], activation: str, n_rows: int
 ) -> None:
     """Note expert_ffn, or where it is a composite, its parts; the scratch is that of the whole either way."""
-    n_expert, n_ff, n_embd = shape
-    query = OpQuery(
-        op=Op.EXPERT_FFN, type=gate, type2=down, activation=activation, n_rows=n_rows, dims=(n_expert, n_ff, n_embd)
-    )
-    noting.scratch_peak = max(noting.scratch_peak, noting.real.scratch_nbytes(query))
-    if noting.real.supports(query).usable:
-        noting.note(query)
+    (gate, up, down), (n_expert, n_ff, n_embd) = types, shape
+    wholes = [
+        OpQuery(
+            op=Op.EXPERT_FFN, type=type, type2=down, activation=activation, n_rows=n_rows, dims=(n_expert, n_ff, n_embd)
+        )
+        for type in (gate, up)
+    ]
+    noting.scratch_peak = max(noting.scratch_peak, *(noting.real.scratch_nbytes(query) for query in wholes))
+    if all(noting.real.supports(query).usable for query in wholes):
+        for query in wholes:
+            noting.note(query)
         return
-    for type, dims in ((gate, (n_expert, n_ff, n_embd)), (down, (n_expert, n_embd, n_ff))):
+    for type, dims in (
+        (gate, (n_expert, n_ff, n_embd)),
+        (up, (n_expert, n_ff, n_embd)),
+        (down, (n_expert, n_embd, n_ff)),
+    ):
         noting.note(OpQuery(op=Op.MUL_MAT_ID, type=type, activation=activation, n_rows=n_rows, dims=dims))
     noting.note(OpQuery(op=Op.GLU, type=activation, activation=activation, n_rows=n_rows, dims=(n_ff,)))
     noting.note(OpQuery(op=Op.COMBINE, type=activation, activation=activation, n_rows=n_rows, dims=(n_embd,)))

@@ -7,6 +7,7 @@ pageable memory, and a note says how much and why.
 from __future__ import annotations
 
 import logging
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -21,7 +22,7 @@ from noria.runtime.config import LoadMode
 log = logging.getLogger(__name__)
 
 CHUNK_NBYTES = 2 << 30  # single pinned blocks beyond 2 GiB cost CPU time during DMA on some drivers
-PAGE_NBYTES = 4096
+PAGE_NBYTES = mmap.PAGESIZE
 MIB = 1024 * 1024
 
 Progress = Callable[[str, int, int], None]  # (what, bytes done, bytes in all)
@@ -67,7 +68,11 @@ class HostStore:
         self._buffers: list[HostBuffer] = []
         self._refusal = ""
         infos = [file.tensors[name] for moe in moes.values() for name in (moe.gate, moe.up, moe.down)]
-        sources = self._map(infos) if self.mode is LoadMode.MMAP else self._read(infos)
+        try:
+            sources = self._map(infos) if self.mode is LoadMode.MMAP else self._read(infos)
+        except BaseException:
+            self.close()
+            raise
         for layer, moe in moes.items():
             self.layers[layer] = expert_layer(file, layer, moe, sources)
         if self._refusal:

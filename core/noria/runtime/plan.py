@@ -6,16 +6,17 @@ is exact: the engine allocates these buffers and no others.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from noria.api import BufferUsage, KVView, align_up, tensor_nbytes
-from noria.api.errors import ConfigError, DoesNotFit, OpUnsupported
+from noria.api.errors import DoesNotFit, OpUnsupported
 from noria.api.ops import Op, Support
 from noria.experts import RangeTables, TableKey, UnitLayout, slot_nbytes_for, split_range, unit_layout
 from noria.gguf import ModelFile
-from noria.models import Model
+from noria.models import Model, MoeSpec
 from noria.runtime.config import MIN_SLOTS, EngineConfig
 from noria.runtime.dryrun import DryRun, PhantomBuffer
 from noria.runtime.kv_cache import kv_layer_nbytes, kv_views
@@ -69,6 +70,7 @@ class StagePlan:
         offloaded: its layers whose experts stay in host RAM.
         streamed: whether those pass through slots here. They do not on the host device, nor where host and device
             share their memory.
+        readable: those of them whose every slab a table can point at where it lies in the file.
         slot_nbytes: of one slot; 0 without a ring.
         layouts: how a unit of each offloaded layer lies in a slot.
         tables: the expert tables to upload.
@@ -79,6 +81,7 @@ class StagePlan:
     spec: StageSpec
     offloaded: frozenset[int]
     streamed: bool
+    readable: frozenset[int]
     slot_nbytes: int
     layouts: dict[int, UnitLayout]
     tables: RangeTables
@@ -151,7 +154,8 @@ class Planner:
         self.file, self.model, self.stages, self.config = file, model, stages, config
         self.most_cpu_moe = most_cpu_moe(model, stages, config)
         self.capacity = [self._capacity(stage) for stage in stages]
-        self._dry: dict[tuple[int, int, int, int, str, str], DryRun] = {}
+        self._can_prefetch = any(stage.device.caps.copy_queues for stage in stages if not stage.host)
+        self._dry: dict[tuple[int, int, int, int, int, str, str], DryRun] = {}
 
     def _capacity(self, stage: StageSpec) -> int:
         """Usable bytes: what is free less a margin, or what the user named."""
@@ -181,8 +185,23 @@ class Planner:
         for choice in self._candidates(first):
             plan = self.plan(choice)
             if plan.shortfall <= 0:
-                return replace(plan, notes=_given_up(first, plan))
+                return replace(plan, notes=self._notes(first, plan))
         return plan
+
+    def _notes(self, first: Choice, plan: MemoryPlan) -> list[str]:
+        notes = _given_up(first, plan)
+        if not self._can_prefetch and not self.config.inline and any(stage.streamed for stage in plan.stages):
+            notes.append(
+                "prefetch is off: no copies run beside the compute on this device, so they run in line with it"
+            )
+        moes = moe_layers(self.model, range(self.model.hparams.n_layer)).values()
+        experts = [name for moe in moes for name in (moe.gate, moe.up, moe.down)]
+        for pattern, target in self.config.override_tensors:
+            if not any(re.search(pattern, name) for name in experts):
+                notes.append(
+                    f"-ot {pattern}={target} does nothing: it matches no expert tensor, and only those can move"
+                )
+        return notes
 
     def _first_choice(self) -> Choice:
         config, hparams = self.config, self.model.hparams
@@ -193,7 +212,7 @@ class Planner:
             n_ctx=n_ctx,
             n_batch=n_batch,
             n_ubatch=min(n_ubatch, n_batch),
-            n_slots=1 if config.inline else config.prefetch_slots,
+            n_slots=config.prefetch_slots if self._can_prefetch and not config.inline else 1,
             n_cpu_moe=0 if is_auto(config.n_cpu_moe) else min(int(config.n_cpu_moe), self.most_cpu_moe),
             type_k=config.type_k,
             type_v=config.type_v,
@@ -217,7 +236,9 @@ class Planner:
         """With -ncmoe auto: the fewest offloaded layers that fit (all of them if none do)."""
         if not is_auto(self.config.n_cpu_moe):
             return choice
-        low, high = 0, self.most_cpu_moe
+        if self.plan(replace(choice, n_cpu_moe=0)).shortfall <= 0:  # apart: the first offloaded layer brings the ring
+            return replace(choice, n_cpu_moe=0)
+        low, high = min(1, self.most_cpu_moe), self.most_cpu_moe
         while low < high:
             middle = (low + high) // 2
             if self.plan(replace(choice, n_cpu_moe=middle)).shortfall <= 0:
@@ -298,7 +319,7 @@ class Planner:
         host_nbytes = sum(
             self.file.tensors[name].nbytes
             for layer, moe in moe_layers(self.model, range(self.model.hparams.n_layer)).items()
-            if layer in offloaded
+            if any(layer in stage.offloaded for stage in stages)
             for name in (moe.gate, moe.up, moe.down)
         )
         return MemoryPlan(choice=choice, stages=stages, capacity=self.capacity, host_nbytes=host_nbytes)
@@ -312,9 +333,16 @@ class Planner:
         }
         layouts = {layer: unit_layout(sizes, caps.table_unit, caps.buffer_alignment) for layer, sizes in slabs.items()}
         here = frozenset(layer for layer in moes if layer in offloaded)
+        readable = frozenset(
+            layer
+            for layer in here
+            if caps.host_gather
+            and layouts[layer].strides == slabs[layer]
+            and self._aligned(moes[layer], caps.table_unit)
+        )
         in_place = spec.host or (caps.unified_memory and caps.host_gather)
-        if in_place:  # its kernels read experts where they are, if they can and a table can point at every slab
-            here = frozenset(layer for layer in here if caps.host_gather and layouts[layer].strides == slabs[layer])
+        if in_place:  # its kernels read experts where they are; those they cannot read are copied for good
+            here = readable
         streamed = bool(here) and not in_place
         n_expert = hparams.n_expert
         slot = 0
@@ -358,6 +386,7 @@ class Planner:
             spec=spec,
             offloaded=here,
             streamed=streamed,
+            readable=readable,
             slot_nbytes=slot,
             layouts=layouts,
             tables=tables,
@@ -365,6 +394,9 @@ class Planner:
             dry=dry,
             buffers={key: buffer for key, buffer in buffers.items() if buffer.nbytes},
         )
+
+    def _aligned(self, moe: MoeSpec, table_unit: int) -> bool:
+        return all(self.file.tensors[name].offset % table_unit == 0 for name in (moe.gate, moe.up, moe.down))
 
     def _tables(
         self, spec: StageSpec, layouts: dict[int, UnitLayout], offloaded: frozenset[int], slot_nbytes: int
@@ -382,7 +414,7 @@ class Planner:
         return tables
 
     def _dry_run(self, index: int, spec: StageSpec, choice: Choice, n_logits: int) -> DryRun:
-        key = (index, choice.n_ubatch, choice.n_ctx, n_logits, choice.type_k, choice.type_v)
+        key = (index, choice.n_batch, choice.n_ubatch, choice.n_ctx, n_logits, choice.type_k, choice.type_v)
         if key not in self._dry:
             phantom = PhantomBuffer(spec.device).span()
             alignment = spec.device.caps.buffer_alignment
@@ -395,6 +427,7 @@ class Planner:
                 spec.kernels,
                 spec.layers,
                 views,
+                n_batch=choice.n_batch,
                 n_ubatch=choice.n_ubatch,
                 n_kv=choice.n_ctx,
                 n_logits=n_logits,
@@ -469,4 +502,4 @@ def _steps_down(value: int, least: int) -> list[int]:
     return steps
 
 
-__all__ = ["Choice", "ConfigError", "MemoryPlan", "Planner", "StagePlan", "batch_tensors", "stage_weights"]
+__all__ = ["Choice", "MemoryPlan", "Planner", "StagePlan", "batch_tensors", "stage_weights"]

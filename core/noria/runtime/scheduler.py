@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from noria.api import Event, Program, align_up
+from noria.api.errors import PluginError
 from noria.experts import (
     Decision,
     LinkRates,
@@ -85,7 +86,6 @@ class StageRunner:
         self.programs: dict[Hashable, Program] = {}
         self._decided: tuple[int, Decisions] = (0, {})  # for this many tokens; one token after another is decided once
         self.prefetcher: Prefetcher | None = None
-        self._inputs_read: Event | None = None
 
     @property
     def counters(self) -> Counters:
@@ -106,7 +106,7 @@ class StageRunner:
             return
         n_kv = min(align_up(batch.n_kv, PROGRAM_KV_STEP), stage.choice.n_ctx)
         movements = tuple(decision.movement for decision in decisions.values())
-        key = (n_kv, batch.forced is not None, batch.capture, movements)
+        key = (n_kv, batch.forced is not None, batch.capture, batch.logits_all, movements)
         if key not in self.programs:
             with stage.queue.program(key) as program:
                 self._layers(batch, decisions, n_kv)
@@ -139,13 +139,16 @@ class StageRunner:
                     can_prefetch=not stage.ring.inline,
                 )
                 decision = self.policy(stage.store.layers[layer], situation)
+                if decision.movement is Movement.RESIDENT or (
+                    decision.movement is Movement.GATHER and not situation.can_gather
+                ):
+                    raise PluginError(f"the policy chose {decision.movement} for layer {layer}: impossible here.")
             decisions[layer] = decision
         return decisions
 
     def _upload(self, batch: Batch, hidden: npt.NDArray[np.float32] | None) -> None:
         stage, n = self.stage, batch.n_tokens
-        if self._inputs_read is not None:
-            self._inputs_read.wait()  # the host memory below may still be read by the last batch's copies
+        # The last pass is done (`Scheduler.run`), so nothing reads this host memory any more.
         host = stage.inputs.span().host_view(np.int32)
         host[:n] = batch.tokens
         host[n : 2 * n] = np.arange(batch.first_position, batch.n_kv)
@@ -160,7 +163,6 @@ class StageRunner:
         if batch.forced is not None:
             for layer in stage.moes:
                 stage.routing(layer, n).host_view(np.int32)[:] = batch.forced[layer].reshape(-1)
-        self._inputs_read = stage.queue.record("inputs")
 
     def _layers(self, batch: Batch, decisions: Decisions, n_kv: int) -> None:
         stage, model, g = self.stage, self.stage.model, self.stage.graph
@@ -346,7 +348,15 @@ class Scheduler:
         return self._current()
 
     def run(self, batch: Batch) -> Result:
-        """Compute a batch; its KV rows are in the cache afterwards."""
+        """Compute a batch and wait for it; its KV rows are in the cache afterwards."""
+        try:
+            return self._run(batch)
+        except BaseException:
+            for runner in self.runners:
+                runner.stage.drain()
+            raise
+
+    def _run(self, batch: Batch) -> Result:
         n, hidden = batch.n_tokens, None
         first = last = None
         for i, runner in enumerate(self.runners):

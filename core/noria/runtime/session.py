@@ -186,7 +186,7 @@ class Session:
         if logits_all and not self.config.logits_all:
             raise ConfigError("logits of all positions were asked of a session that was not planned for them.")
         if forced is not None:
-            shape = (p.n_layer, len(ids), p.n_expert_used)
+            shape = (p.n_layer, len(ids), max(p.n_expert_used, 1))  # as captured
             if forced.shape != shape:
                 raise ConfigError(f"the routing has shape {list(forced.shape)}; this run needs {list(shape)}.")
             moe = [layer for layer in range(p.n_layer) if self.model.moe(layer)]
@@ -204,12 +204,12 @@ class Session:
 
     @property
     def vram_peak_nbytes(self) -> int:
-        """The most device memory that was ever allocated, on all devices."""
-        devices = {id(stage.device): stage.device for stage in self.stages}
+        """The most device memory that was ever allocated, on all devices but the host."""
+        devices = {id(stage.device): stage.device for stage in self.stages if not stage.plan.spec.host}
         return sum(device.allocated_peak for device in devices.values())
 
     def close(self) -> None:
-        """Wait for the devices and give back what the session holds on to; before the file is closed."""
+        """Wait for the devices and give back all memory; before the file is closed. A second call does nothing."""
         for stage in self.stages:
             stage.close()
 

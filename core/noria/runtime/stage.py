@@ -6,6 +6,8 @@ does not honour fails at once.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import numpy.typing as npt
 
@@ -20,7 +22,7 @@ from noria.api import (
     align_up,
     tensor_nbytes,
 )
-from noria.api.errors import OutOfDeviceMemory
+from noria.api.errors import DeviceError, OutOfDeviceMemory
 from noria.experts import (
     Chaos,
     ExpertLayer,
@@ -77,6 +79,7 @@ class Stage:
         self._alignment = self.device.caps.buffer_alignment
         self._buffers: dict[str, DeviceBuffer] = {}
         self._host_buffers: list[HostBuffer] = []
+        self.ring: Ring | None = None
         self.store: HostStore | None = None
         try:
             self._load(file, progress)
@@ -111,7 +114,7 @@ class Stage:
         self.ring = self._make_ring() if self.plan.streamed else None
         if self.store is not None:
             for layer in self.store.layers.values():
-                if self._readable(layer):
+                if layer.pinned and layer.layer in self.plan.readable:
                     self.whole[layer.layer] = self._tables_over(layer, [t.source for t in layer.tensors])
 
     # --- memory --------------------------------------------------------------------------------------------------
@@ -186,6 +189,7 @@ class Stage:
     def _upload_weights(self, file: ModelFile, progress: Progress) -> dict[str, Tensor]:
         """Copy the weights and the resident experts to the device, from the mapped file."""
         sources = [self.device.wrap_host(m.data, label="model file") for m in file.mappings]
+        self._host_buffers += sources
         names = stage_weights(file, self.model, self.plan.spec)
         resident = {layer: moe for layer, moe in self.moes.items() if layer not in self.plan.offloaded}
         total = sum(file.tensors[name].nbytes for name in names)
@@ -240,12 +244,6 @@ class Stage:
             for t, span, stride in zip(layer.tensors, spans, strides, strict=True)
         )
         return gate, up, down
-
-    def _readable(self, layer: ExpertLayer) -> bool:
-        """Whether this device's kernels can read the layer's experts in host memory, every slab of them."""
-        strides = self.plan.layouts[layer.layer].strides
-        aligned = all(t.slab_nbytes == stride for t, stride in zip(layer.tensors, strides, strict=True))
-        return self.device.caps.host_gather and layer.pinned and aligned
 
     def _make_ring(self) -> Ring:
         n_expert = self.model.hparams.n_expert
@@ -316,7 +314,22 @@ class Stage:
         assert self._hop is not None, "this stage is the only one"
         return self._hop.span(0, n * self.model.hparams.n_embd * 4)
 
+    def drain(self) -> None:
+        """Wait until nothing runs here any more, and take all slots back: also after a pass that was cut short."""
+        for queue in {self.queue} if self.ring is None else {self.queue, self.ring.copy}:
+            with suppress(DeviceError):  # whoever waited for its work has been told
+                queue.synchronize()
+        if self.ring is not None:
+            self.ring.reset()
+
     def close(self) -> None:
-        """Give back host memory that must go before the file is unmapped; the device frees the rest."""
+        """Wait for the device and give all memory back; before the file is unmapped. A second call does nothing."""
+        buffers = [*self._buffers.values(), *self._host_buffers]
+        if all(buffer.freed for buffer in buffers):  # by this, or with the device
+            return
+        self.drain()
+        for buffer in buffers:
+            with suppress(DeviceError):  # a lost device frees nothing
+                buffer.free()
         if self.store is not None:
             self.store.close()
