@@ -21,7 +21,8 @@ from noria.runtime.fallback import FallbackKernels
 from noria.runtime.host_store import Progress
 from noria.runtime.link import UNMEASURED, LinkRates, measure_link
 from noria.runtime.placement import check_tensors, stage_specs
-from noria.runtime.plan import MemoryPlan, Planner
+from noria.runtime.plan import MemoryPlan
+from noria.runtime.planner import Planner
 from noria.runtime.scheduler import Batch, Ids, Scheduler
 from noria.runtime.stage import Stage
 from noria.runtime.timeline import Timeline
