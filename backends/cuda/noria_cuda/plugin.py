@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from noria.api import Backend, DeviceKind
+from noria.api import Backend, DeviceKind, OptionSpec
 from noria.plugins import BackendSpec, hookimpl
 
 
@@ -23,4 +23,9 @@ def noria_backends() -> Iterable[BackendSpec]:
         kind=DeviceKind.GPU,
         priority=100,
         extra="noria[cuda]",
+        options={
+            "dependent_launch": OptionSpec(
+                default=True, help="launch a token's kernels before the one before them is done, on sm_90 and newer"
+            ),
+        },
     )
