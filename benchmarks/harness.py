@@ -45,23 +45,16 @@ class Test:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Tests that share engine flags and run in one process, which loads the model once for each `prefetch`.
-
-    Attributes:
-        timeline: run each test once, without warming up, and write `raw/NAME.csv` of the first one as well.
-    """
+    """Tests that share engine flags and run in one process, which loads the model once for each `prefetch`."""
 
     flags: tuple[str, ...]
     tests: tuple[Test, ...]
-    timeline: bool = False
 
-    def argv(self, repetitions: int, raw: Path) -> list[str]:
+    def argv(self, repetitions: int) -> list[str]:
         """The flags of `noria bench`."""
         words = list(self.flags)
         for flag, key in (("-p", "n_prompt"), ("-n", "n_gen"), ("--prefetch", "prefetch")):
             words += [flag, ",".join(dict.fromkeys(str(getattr(test, key)) for test in self.tests))]
-        if self.timeline:
-            return [*words, "-r", "1", "--no-warmup", "--timeline", str(raw / f"{self.tests[0].name}.csv")]
         return [*words, "-r", str(repetitions)]
 
 
@@ -100,9 +93,9 @@ def run(description: str, groups: Sequence[Group], folder: Path, argv: Sequence[
 
 
 def _measure(group: Group, args: argparse.Namespace, machine: dict[str, Any], begin: float) -> None:
-    flags = group.argv(args.repetitions, args.raw)
+    flags = group.argv(args.repetitions)
     rows = json.loads(_noria(["bench", "-m", str(args.model), "-dev", args.device, *flags, "-o", "json"]))
-    command = ["noria", "bench", "-m", args.model.name, "-dev", args.device, *group.argv(args.repetitions, Path())]
+    command = ["noria", "bench", "-m", args.model.name, "-dev", args.device, *flags]
     for test in group.tests:
         (row,) = [row for row in rows if test.matches(row)]
         row |= {"model_filename": args.model.name, "command": " ".join(command), "machine": machine}

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import sys
-from collections import defaultdict
 from pathlib import Path
-from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -20,22 +17,13 @@ def token_nbytes(row: Row) -> float:
     return float(row["cpu_moe_size"] * row["counters"]["expert_coverage_pct"] / 100)
 
 
-def gather_gbps(row: Row, timeline: Path) -> float:
-    """Rate of the kernels that read experts in host memory: a token's bytes by what they take in the median token."""
-    tokens: dict[str, list[float]] = defaultdict(list)
-    with open(timeline, newline="") as file:
-        for span in csv.DictReader(file):
-            if span["name"].endswith("ffn, gather"):
-                tokens[span["name"]].append(float(span["duration_us"]))
-    return token_nbytes(row) / median(map(sum, zip(*tokens.values(), strict=True))) / 1e3
-
-
 def make_table(raw: Path) -> str:
     rows = load(raw)
+    gather = rows.pop("gather", None)
     if not rows:
         return NO_DATA
-    streamed, resident, gather = (rows.get(name) for name in ("tg128", "resident-tg128", "gather-tg5"))
-    rate = gather_gbps(gather, raw / "gather-tg5.csv") if gather else None
+    streamed, resident = rows.get("tg128"), rows.get("resident-tg128")
+    rate = gather["gbps"] if gather else None
     lines = []
     for name, row in (("tg128", streamed), ("resident-tg128", resident)):
         if row is not None:

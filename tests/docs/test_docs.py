@@ -19,7 +19,7 @@ import pytest
 import noria
 from noria.api import Backend, Device, DeviceCaps, Event, HostBuffer, Kernels, Op, Queue
 from noria.cli.bench import counters_record
-from noria.cli.main import make_parser
+from noria.cli.commands import make_parser
 from noria.models import Model
 from noria.plugins import ArchitectureSpec, BackendSpec, ConfigDefault, PluginManager, PolicySpec, WriterSpec, hookspecs
 from noria.plugins.config import BackendTable, PluginsTable, PolicyTable, parse_config

@@ -8,14 +8,14 @@ import shlex
 
 import pytest
 
-from noria.cli.engine import add_engine_arguments
-from noria.cli.main import COMMANDS, DESCRIPTION, main, make_parser
+from noria.cli.commands import COMMANDS, DESCRIPTION, make_parser
+from noria.cli.flags import add_engine_arguments
+from noria.cli.main import main
 from noria.runtime import EngineConfig
 
-NAMES = [module.__name__.rpartition(".")[2] for module in COMMANDS]
 EXAMPLES = [
     line.strip()
-    for text in (DESCRIPTION, *(module.DESCRIPTION for module in COMMANDS))
+    for text in (DESCRIPTION, *(module.DESCRIPTION for module in COMMANDS.values()))
     for line in text.splitlines()
     if line.startswith("  noria ")
 ]
@@ -31,12 +31,12 @@ def test_the_first_page_lists_every_command(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     lines = capsys.readouterr().out.splitlines()
-    for module, name in zip(COMMANDS, NAMES, strict=True):
+    for name, module in COMMANDS.items():
         assert module.HELP
         assert any(line.split() == [name, *module.HELP.split()] for line in lines), name
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([name, "--help"])
@@ -45,7 +45,7 @@ def test_help_of_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert max(map(len, text.splitlines())) <= 120
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_argument_has_help(name: str) -> None:
     for action in parser_of(name)._actions:
         assert action.help, f"{name} {action.option_strings or action.dest}"
