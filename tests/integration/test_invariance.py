@@ -120,5 +120,7 @@ def test_a_missing_wait_is_noticed(missing: str, demo_path: Path, open_session, 
     monkeypatch.setattr(
         ReferenceQueue, "_wait", lambda self, event: None if event.label == missing else wait(self, event)
     )
-    logits = run(demo_path, open_session, prefetch="whole", n_cpu_moe=99, prefetch_slots=2, n_ubatch=32, chaos_seed=7)
-    assert not np.array_equal(logits, resident)
+    flags = {"prefetch": "whole", "n_cpu_moe": 99, "prefetch_slots": 2, "n_ubatch": 32}
+    # One run may be lucky; that all of them are is out of the question.
+    runs = (run(demo_path, open_session, chaos_seed=seed, **flags) for seed in range(16))
+    assert any(not np.array_equal(logits, resident) for logits in runs)

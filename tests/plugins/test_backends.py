@@ -66,6 +66,15 @@ def test_selection_follows_plugins_toml(gpus: None) -> None:
     assert ids(registry_of(backends={"twin": {"enabled": False}}), "auto") == ["solo0"]
 
 
+@pytest.mark.parametrize("selection", ["auto", "twin"])
+def test_a_configured_device_that_is_not_there(gpus: None, selection: str) -> None:
+    registry = registry_of(backends={"twin": {"device": 7}})
+    message = r"test\.toml: backends\.twin\.device: there is no device 7\. There are: twin0, twin1\."
+    with pytest.raises(ConfigError, match=message):
+        registry.resolve(selection)
+    assert ids(registry, "twin1") == ["twin1"]
+
+
 def test_auto_prefers_a_discrete_gpu_and_never_takes_another_kind_of_device_for_one(
     make_dist: MakeDist, backend_module: BackendModule
 ) -> None:

@@ -182,6 +182,41 @@ def test_an_unknown_name_in_a_list(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("key", ["disabled", "order"])
+def test_an_unknown_name_without_a_near_one(
+    key: str, make_dist: MakeDist, backend_module: BackendModule, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_dist("fakedist", fake=backend_module("fake"))
+    PluginManager(config_of(**{key: ["zzz"]}))
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert "is named 'zzz'. There are: " in warning
+    assert "fake" in warning
+
+
+def test_the_nearest_name_may_be_one_that_is_not_loaded(make_dist: MakeDist, caplog: pytest.LogCaptureFixture) -> None:
+    make_dist("fakedist", gizmo="raise AssertionError('imported')")
+    PluginManager(config_of(order=["gizom"], disabled=["gizmo"]))
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert "plugins.order: no backend is named 'gizom'. Did you mean 'gizmo'?" in warning
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("builtin", "Remove it"),
+        ("models", "Remove it"),
+        ("llama", "Remove it"),
+        ("reference", r"enabled = false in \[backends\.reference\]"),
+        ("cpu", r"enabled = false in \[backends\.reference\]"),
+        ("sim", r"enabled = false in \[backends\.sim\]"),
+    ],
+)
+def test_what_comes_with_the_core_cannot_be_disabled(name: str, hint: str) -> None:
+    config = parse_config({"plugins": {"disabled": [name]}}, path=Path("test.toml"))
+    with pytest.raises(ConfigError, match=rf"test\.toml: plugins\.disabled: '{name}' comes with noria .*{hint}"):
+        PluginManager(config)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -229,6 +264,8 @@ def test_the_file_wins_over_a_plugin(make_dist: MakeDist) -> None:
     [
         ("policy.prefetch_slot", 9, "Did you mean 'prefetch_slots'?"),
         ("policy.prefetch_slots", "9", "must be a whole number"),
+        ("policy.prefetch_slots", 1, "must be 2 to 64"),
+        ("policy.prefetch", "bogus", "there is no policy 'bogus'"),
         ("plugins.disabled", "fake", "in 'backends' and 'policy' only"),
         ("backends.fake.options.mode", "c", "must be one of a, b"),
     ],

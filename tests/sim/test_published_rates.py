@@ -37,7 +37,7 @@ class Box:
     def __init__(self, n_slots: int, pinned: bool) -> None:
         self.device = open_sim("rtx3060-gen4")
         self.compute = self.device.queue(QueueKind.COMPUTE)
-        self.slab_nbytes = LAYER_NBYTES // N_EXPERT // 3
+        self.slab_nbytes = LAYER_NBYTES // N_EXPERT // 3 // 4 * 4  # the alignment of copies
         unit_nbytes = 3 * self.slab_nbytes * 86
         self.slots = [self.device.alloc(unit_nbytes, usage=BufferUsage.SLOT, label=f"slot {i}") for i in range(n_slots)]
         self.resident = self.device.alloc(14 * LAYER_NBYTES, usage=BufferUsage.EXPERTS, label="resident experts")

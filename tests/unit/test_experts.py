@@ -153,7 +153,7 @@ def test_every_slab_lands_where_the_tables_say(device, slabs, experts, gap):
     memory[:] = np.random.default_rng(1).integers(1, 256, len(memory))
     layout, unit = unit_layout(slabs, 16, 256), Unit(layer=layer, experts=experts)
     slot = device.alloc(layout.nbytes(N_EXPERT), usage=BufferUsage.SLOT, label="slot").span()
-    content = slot_after(unit.regions(slot, layout), slot.nbytes)
+    content = slot_after(unit.regions(unit.parts(slot, layout), layout), slot.nbytes)
     for tensor, part, stride in zip(layer.tensors, unit.parts(slot, layout), layout.strides, strict=True):
         if isinstance(experts, range):
             where = range_table(TableKey(N_EXPERT, experts[0], experts[-1] + 1, stride), 16)
@@ -188,9 +188,10 @@ def test_neighbours_are_copied_at_once(device, slabs, experts, n_copies):
     layout = unit_layout(slabs, 16, 256)
     slot = device.alloc(layout.nbytes(N_EXPERT), usage=BufferUsage.SLOT, label="slot").span()
     unit = Unit(layer=layer_of(device, slabs), experts=experts)
-    regions = unit.regions(slot, layout)
+    regions = unit.regions(unit.parts(slot, layout), layout)
     assert len(regions) == n_copies
-    assert sum(region.src.nbytes for region in regions) == unit.nbytes == len(experts) * sum(slabs)
+    assert unit.nbytes == len(experts) * sum(slabs)
+    assert sum(region.src.nbytes for region in regions) == len(experts) * sum(align_up(slab, 4) for slab in slabs)
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -255,10 +256,20 @@ def layer(device) -> ExpertLayer:
     return layer_of(device, (884_736,) * 3, 128)
 
 
-def decide(policy: str, layer: ExpertLayer, n_tokens: int, link: Link, *, gather: bool = False, prefetch: bool = True):
+def decide(
+    policy: str,
+    layer: ExpertLayer,
+    n_tokens: int,
+    link: Link,
+    *,
+    gather: bool = False,
+    prefetch: bool = True,
+    compute_us: float = 0.0,
+):
     situation = Situation(
         n_tokens=n_tokens,
         coverage=uniform_coverage(n_tokens, layer.n_expert, 8),
+        compute_us=compute_us,
         rates=link,
         can_gather=gather,
         can_prefetch=prefetch,
@@ -307,6 +318,15 @@ def test_full_coverage_is_streamed_ahead_of_the_compute_even_where_a_copy_less_w
     assert us[Movement.SELECTIVE] < us[Movement.WHOLE]
     assert decide("auto", layer, n_tokens, slow).movement is Movement.WHOLE
     assert decide("auto", layer, n_tokens, slow, prefetch=False).movement is Movement.SELECTIVE
+
+
+def test_compute_that_a_whole_stream_hides_counts_for_it(layer):
+    """Used experts are copied in turn with the compute, a whole stream beside it."""
+    link = Link(peak_gbps=55.0)
+    n_tokens = 40  # nine tenths of the experts
+    assert decide("auto", layer, n_tokens, link).movement is Movement.SELECTIVE
+    assert decide("auto", layer, n_tokens, link, compute_us=1500).movement is Movement.WHOLE
+    assert decide("auto", layer, n_tokens, link, compute_us=1500, prefetch=False).movement is Movement.SELECTIVE
 
 
 def test_small_copies_that_cost_more_than_they_save_are_not_made(device):

@@ -38,7 +38,7 @@ from noria.testing.blocks import random_weights
 from noria.testing.fixtures import find_backend
 
 Call = Callable[[Bench, Kernels, np.random.Generator], list[Span]]
-PARTS = set(Op) - {Op.EXPERT_FFN}
+PARTS = set(Op) - {Op.MATMULS, Op.ROPE_STORE, Op.EXPERT_FFN}
 N_EXPERT, N_EMBD, N_FF = 8, 256, 256
 
 

@@ -139,6 +139,7 @@ def test_what_things_cost(big: ModelFile) -> None:
     assert buffers["slots"].nbytes == 4 * (max(experts.values()) + 3 * 256 * 4)
     offloaded = plan.stages[0].offloaded
     assert len(offloaded) == 7
+    assert len(buffers["kv"].sizes) == BIG_N_LAYER, "a buffer each"
     assert plan.host_nbytes == sum(n for name, n in experts.items() if int(name.split(".")[1]) in offloaded)
     everything = sum(t.nbytes for t in big.tensors.values())
     assert buffers["weights"].nbytes + buffers["experts"].nbytes + plan.host_nbytes == everything
@@ -267,24 +268,27 @@ def applied(remedy: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 LONG = {"n_ctx": 131_072, "n_batch": 512, "n_ubatch": 512}
 SHORT = {"n_ctx": 512, "n_batch": 512, "n_ubatch": 512}
+TINY = {"n_ctx": 64, "n_batch": 64, "n_ubatch": 64, "prefetch_slots": 2, "type_k": "Q8_0", "type_v": "Q8_0"}
 
 
 @pytest.mark.parametrize(
     ("flags", "missing_mib", "flag", "step"),
     [
         ({"n_cpu_moe": 3}, 1000, "-ncmoe", 1),
-        (LONG, 100, "-c", -8192),
-        ({}, 5, "-ub", -128),
+        ({"n_cpu_moe": 11}, 50, "-ncmoe", 1),  # a twelfth of the layers, not a third of the context
+        (LONG, 400, "-c", -256),
+        (SHORT, 5, "-c", -32),
         ({}, 3, "-b", -256),
         (SHORT, 205, "--prefetch-slots", -1),
-        (LONG, 1435, "-ctk", 0),
+        (LONG, 800, "-ctk", 0),  # rather than a quarter of the context
+        (TINY, 0.25, "-ub", -32),  # half of -ub, of -b or of -c would do: the first is taken
     ],
     ids=str,
 )
 def test_the_remedy_fits_and_no_smaller_change_of_that_flag_does(
-    big: ModelFile, flags: dict[str, Any], missing_mib: int, flag: str, step: int
+    big: ModelFile, flags: dict[str, Any], missing_mib: float, flag: str, step: int
 ) -> None:
-    """Of several that would do, the one that frees least. Large numbers go in steps of a sixteenth."""
+    """Of several that would do, the one that changes its value least. Large numbers are multiples of 256 or 32."""
     wishes = WISHES | {"prefetch_slots": 4} | flags
     memory_mib = needed_mib(big, **wishes) - missing_mib
     error = refusal(big, memory_mib, wishes)
@@ -361,6 +365,12 @@ def test_an_override_that_matches_nothing_is_said(file: ModelFile) -> None:
     assert [note for note in plan.notes if note.startswith("-ot")] == [
         "-ot attn=CPU does nothing: it matches no expert tensor, and only those can move"
     ]
+
+
+def test_the_largest_numbers_do_not_fit(file: ModelFile) -> None:
+    most = 2**31 - 1
+    for flags in ({"n_ctx": most}, {"n_ctx": most, "n_batch": most, "n_ubatch": most}):
+        assert refusal(file, 4000, flags).remedy.startswith("The smallest single change that fits: -c ")
 
 
 def test_support_is_asked_for_the_type_of_up(file: ModelFile, monkeypatch: pytest.MonkeyPatch) -> None:

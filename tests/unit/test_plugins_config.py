@@ -84,7 +84,10 @@ def test_a_named_file_must_exist(places: dict[str, Path], monkeypatch: pytest.Mo
         ("[backends.cuda]\ndevise = 1", r"backends\.cuda\.devise: unknown key\. Did you mean 'device'\?"),
         ("[backends.cuda]\ndevice = true", r"backends\.cuda\.device: must be a whole number, not True"),
         ("[backends.cuda]\ndevice = 1.0", r"backends\.cuda\.device: must be a whole number, not 1\.0"),
+        ("[backends.reference]\ndevice = -1", r"backends\.reference\.device: must be 0 or more, not -1"),
         ("[policy]\nprefetch = 4", r"policy\.prefetch: must be a string, not 4"),
+        ("[policy]\nprefetch_slots = 1", r"policy\.prefetch_slots: must be 2 to 64, not 1"),
+        ("[policy]\nprefetch_slots = 65", r"policy\.prefetch_slots: must be 2 to 64, not 65"),
     ],
 )
 def test_mistakes_name_the_file_and_the_key(text: str, message: str, places: dict[str, Path]) -> None:
@@ -117,3 +120,33 @@ def test_a_default_of_a_plugin_leaves_what_is_written() -> None:
     assert config.raw == {"policy": {"prefetch": "off"}}
     with pytest.raises(ConfigError, match=r"a plugin: policy\.prefetch\.x: 'prefetch' is a value, not a table"):
         config.with_default("policy.prefetch.x", 1, "a plugin")
+
+
+@pytest.mark.parametrize(
+    ("backend", "text", "message"),
+    [
+        ("sim", "jitter = -1", r"jitter: must be 0 or more, not -1\.0\."),
+        ("sim", "link_gbps = nan", r"link_gbps: must be a finite number, not nan\."),
+        ("sim", "tflops = inf", r"tflops: must be a finite number, not inf\."),
+        ("sim", "memory_nbytes = -5", r"memory_nbytes: must be 0 or more, not -5\."),
+        ("sim", "copy_queues = -2", r"copy_queues: must be -1 or more, not -2\."),
+        ("reference", "memory_mib = -1", r"memory_mib: must be 0 or more, not -1\."),
+        ("reference", "copy_queues = -1", r"copy_queues: must be 0 or more, not -1\."),
+    ],
+)
+def test_senseless_options_name_the_file_and_the_key(
+    backend: str, text: str, message: str, places: dict[str, Path]
+) -> None:
+    places["current folder"].write_text(f"[backends.{backend}.options]\n{text}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"^plugins\.toml: backends\.{backend}\.options\.{message}"):
+        PluginManager(load_config(), external=False)
+
+
+def test_a_policy_that_nobody_offers(places: dict[str, Path]) -> None:
+    for name, hint in (
+        ("selectiv", r"Did you mean 'selective'\?"),
+        ("bogus", "There are: off, whole, selective, auto"),
+    ):
+        places["current folder"].write_text(f"[policy]\nprefetch = '{name}'\n", encoding="utf-8")
+        with pytest.raises(ConfigError, match=rf"^plugins\.toml: policy\.prefetch: .*'{name}'\. {hint}"):
+            PluginManager(load_config(), external=False)

@@ -263,8 +263,10 @@ def test_a_mapped_file_closes_after_a_failure(device: ReferenceDevice, tmp_path:
 
 
 def test_threads_end_with_the_device() -> None:
+    before = set(threading.enumerate())
     with ReferenceBackend().open(0, options(copy_queues=2)) as device:
         queues = [device.queue(QueueKind.COMPUTE), *(device.queue(QueueKind.COPY, i) for i in range(2))]
         names = {queue.name for queue in queues}
-        assert names <= {thread.name for thread in threading.enumerate()}
-    assert not names & {thread.name for thread in threading.enumerate()}
+        threads = {thread for thread in threading.enumerate() if thread not in before and thread.name in names}
+        assert {thread.name for thread in threads} == names
+    assert not any(thread.is_alive() for thread in threads)

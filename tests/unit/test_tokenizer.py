@@ -275,7 +275,7 @@ def test_an_id_outside_the_vocabulary_is_ignored(caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model": "test"}, r"no tokenizer \(tokenizer.ggml.model is 'test'\); give token ids"),
+        ({"model": "test"}, r"no tokenizer \(tokenizer.ggml.model is 'test'\)\."),
         ({"model": "no_vocab"}, "no tokenizer"),
         ({"model": None}, "no tokenizer"),
         ({"model": "llama"}, r"'llama' \(SentencePiece BPE\); only byte-level BPE"),

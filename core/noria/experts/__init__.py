@@ -13,7 +13,7 @@ from noria.experts.policy import (
     uniform_coverage,
 )
 from noria.experts.ring import Filled, Prefetcher, Ring, Slot, slot_nbytes_for
-from noria.experts.slab import ExpertLayer, ExpertTensor, Unit, UnitLayout, split_range, split_used, unit_layout
+from noria.experts.slab import ExpertLayer, ExpertTensor, Unit, UnitLayout, padded, split_range, split_used, unit_layout
 from noria.experts.tables import RangeTables, TableKey
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "TableKey",
     "Unit",
     "UnitLayout",
+    "padded",
     "slot_nbytes_for",
     "split_range",
     "split_used",

@@ -49,6 +49,8 @@ class Situation:
     Attributes:
         n_tokens: of the batch.
         coverage: share of the layer's experts that this many tokens are expected to use, 0-1.
+        compute_us: what computing a layer took when this many tokens were computed last, without waiting for experts;
+            0 while nobody knows.
         rates: of the link.
         can_gather: kernels can read this layer's experts where they are.
         can_prefetch: the ring runs beside the compute.
@@ -56,6 +58,7 @@ class Situation:
 
     n_tokens: int
     coverage: float
+    compute_us: float
     rates: LinkRates
     can_gather: bool
     can_prefetch: bool
@@ -80,21 +83,22 @@ def selective(layer: ExpertLayer, situation: Situation) -> Decision:
 def cheapest(layer: ExpertLayer, situation: Situation) -> Decision:
     """Whatever moves a layer's experts in the least time, by the rates of the link.
 
-    A whole stream moves every byte at the link's best rate, ahead of the compute. The alternatives move only the used
-    slabs, but nothing of it can begin before this layer's routing is known: selective copies pay the way to the host
-    and back, a gather does not.
+    A whole stream moves every byte at the link's best rate, beside the compute. The alternatives move only the used
+    slabs, but nothing of it can begin before this layer's routing is known, so compute and copies take turns: selective
+    copies also pay the way to the host and back, a gather does not.
     """
-    rates, coverage = situation.rates, situation.coverage
+    rates, coverage, compute_us = situation.rates, situation.coverage, situation.compute_us
     used_nbytes, tensor_nbytes = coverage * layer.nbytes, layer.nbytes // 3
     # Neighbours that are both used make one copy; if tokens choose at random, so many experts on average.
     n_run = 1 / max(1 - coverage, 1 / layer.n_expert)
     run_nbytes = int(n_run * tensor_nbytes / layer.n_expert)
+    whole_us = layer.nbytes / rates.rate_gbps(tensor_nbytes) / 1e3
     us = {
-        Movement.WHOLE: layer.nbytes / rates.rate_gbps(tensor_nbytes) / 1e3,
-        Movement.SELECTIVE: used_nbytes / rates.rate_gbps(run_nbytes) / 1e3 + 2 * rates.latency_us,
+        Movement.WHOLE: max(whole_us, compute_us) if situation.can_prefetch else whole_us + compute_us,
+        Movement.SELECTIVE: used_nbytes / rates.rate_gbps(run_nbytes) / 1e3 + 2 * rates.latency_us + compute_us,
     }
     if situation.can_gather:
-        us[Movement.GATHER] = used_nbytes / (GATHER_SHARE * rates.rate_gbps(tensor_nbytes)) / 1e3
+        us[Movement.GATHER] = used_nbytes / (GATHER_SHARE * rates.rate_gbps(tensor_nbytes)) / 1e3 + compute_us
     movement = min(us, key=us.__getitem__)
     if situation.can_prefetch and coverage > ALL:
         movement = Movement.WHOLE
@@ -107,6 +111,7 @@ def inline(layer: ExpertLayer, situation: Situation) -> Decision:
     few = Situation(
         n_tokens=situation.n_tokens,
         coverage=situation.coverage,
+        compute_us=situation.compute_us,
         rates=situation.rates,
         can_gather=False,
         can_prefetch=False,

@@ -100,9 +100,9 @@ class Ring:
         start = self.copy.record("copy start") if self.meter.enabled else None
         caps = self.copy.device.caps
         layout = unit_layout([t.slab_nbytes for t in unit.layer.tensors], caps.table_unit, caps.buffer_alignment)
-        self.copy.copy_regions(unit.regions(slot.span, layout))
-        wheres = self._range_wheres(unit, layout.strides) or self._packed_wheres(unit, layout.strides, slot)
         parts = unit.parts(slot.span, layout)
+        self.copy.copy_regions(unit.regions(parts, layout))
+        wheres = self._range_wheres(unit, layout.strides) or self._packed_wheres(unit, layout.strides, slot)
         gate, up, down = (
             ExpertTable(spans=(part,), where=where, type=t.type, n_out=t.n_out, n_in=t.n_in, slab_nbytes=t.slab_nbytes)
             for t, part, where in zip(unit.layer.tensors, parts, wheres, strict=True)

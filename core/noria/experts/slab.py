@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from noria.api import CopyRegion, Span, align_up, merge_regions
+from noria.api import CopyRegion, HostBuffer, Span, align_up, merge_regions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +115,10 @@ class Unit:
             offset += nbytes
         return tuple(spans)
 
-    def regions(self, slot: Span, layout: UnitLayout) -> list[CopyRegion]:
-        """The copies that fill a slot with this unit, neighbours merged."""
+    def regions(self, parts: Sequence[Span], layout: UnitLayout) -> list[CopyRegion]:
+        """The copies that fill `parts` of device memory with gate, up and down, neighbours merged."""
         regions: list[CopyRegion] = []
-        for tensor, part, stride in zip(self.layer.tensors, self.parts(slot, layout), layout.strides, strict=True):
+        for tensor, part, stride in zip(self.layer.tensors, parts, layout.strides, strict=True):
             nbytes = tensor.slab_nbytes
             if isinstance(self.experts, range) and stride == nbytes:
                 n = len(self.experts)
@@ -127,11 +127,22 @@ class Unit:
                 )
             else:
                 slabs = [
-                    CopyRegion(part.sub(i * stride, nbytes), tensor.slab(expert))
+                    CopyRegion(*padded(part.sub(i * stride, nbytes), tensor.slab(expert)))
                     for i, expert in enumerate(self.experts)
                 ]
                 regions += merge_regions(slabs)
         return regions
+
+
+def padded(dst: Span, src: Span) -> tuple[Span, Span]:
+    """Both sides of a copy between host and device, made longer so that the device can copy it (`copy_alignment`).
+
+    The device's side is followed by padding. The host's is followed by anything, and nothing where its buffer ends.
+    """
+    host, device = (dst, src) if isinstance(dst.buffer, HostBuffer) else (src, dst)
+    nbytes = align_up(src.nbytes, device.buffer.device.caps.copy_alignment)
+    nbytes = min(nbytes, host.buffer.nbytes - host.offset)
+    return Span(dst.buffer, dst.offset, nbytes), Span(src.buffer, src.offset, nbytes)
 
 
 def split_range(n_expert: int, capacity: int) -> list[range]:

@@ -177,7 +177,7 @@ class BackendRegistry:
         Raises:
             BackendNotFound: there is no such backend or device.
             BackendUnavailable: it exists but cannot be used here.
-            ConfigError: a device is named twice, or an entry is empty.
+            ConfigError: a device is named twice, an entry is empty, or plugins.toml names a device that is not there.
         """
         words = [word.strip() for word in selection.split(",")]
         if words == [AUTO]:
@@ -208,9 +208,9 @@ class BackendRegistry:
             asked = DeviceKind.CPU if wanted is DeviceKind.CPU else DeviceKind.GPU
             for name in self.names():
                 if self.plugins.backends[name].kind is asked:
-                    configured = self.plugins.config.backend(name).device
                     devices = [info for info in self.report(name).probe.devices if info.kind is wanted]
                     if devices:
+                        configured = self._configured(name)
                         return min(devices, key=lambda info: (info.index != configured, info.index))
         reasons = [f"{report.name}: {report.probe.reason}" for report in self._reports.values()]
         raise BackendUnavailable(AUTO, "; ".join(reasons) or "no plugin offers a backend", "See `noria devices`.")
@@ -221,11 +221,20 @@ class BackendRegistry:
         if report.status is not BackendStatus.USABLE:
             raise BackendUnavailable(name, report.probe.reason, report.probe.hint)
         if index is None:
-            index = self.plugins.config.backend(name).device
+            index = self._configured(name)
         for info in report.probe.devices:
             if info.index == index:
                 return info
         raise BackendNotFound(f"{name}{index}", [info.id for info in report.probe.devices])
+
+    def _configured(self, name: str) -> int:
+        """The number of the device that the backend's name alone means; the backend has devices."""
+        config, devices = self.plugins.config, self.report(name).probe.devices
+        index = config.backend(name).device
+        if index and index not in {info.index for info in devices}:  # 0 may be the default, and is no mistake
+            ids = ", ".join(info.id for info in devices)
+            raise ConfigError(f"{config.where}: backends.{name}.device: there is no device {index}. There are: {ids}.")
+        return index
 
     def _find(self, word: str) -> tuple[str, int | None]:
         """The backend and the device number in `cuda0`, or in `cuda`, where the number is None."""

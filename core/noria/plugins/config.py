@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import difflib
 import logging
+import math
 import os
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "plugins.toml"
 SCHEMA = 1
+MIN_SLOTS, MAX_SLOTS = 2, 64  # of the prefetch ring; below two there is nothing to run ahead with
 TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 OptionValue: TypeAlias = bool | int | float | str
@@ -162,18 +164,28 @@ def parse_config(raw: Mapping[str, Any], *, path: Path | None = None, found_by: 
     """Check the tables of a plugins.toml. Error texts begin with `path`, or with `found_by` if there is no file.
 
     Raises:
-        ConfigError: an unknown key or a value of the wrong type.
+        ConfigError: an unknown key, or a value of the wrong type or out of its range.
     """
     where = str(path or found_by)
     _check_keys(raw, ("schema", "plugins", "backends", "policy"), where, "")
     schema = check_value(raw.get("schema", SCHEMA), SCHEMA, f"{where}: schema")
     if schema != SCHEMA:
         raise ConfigError(f"{where}: schema is {schema}; this version of noria reads schema {SCHEMA}.")
-    backends = check_value(raw.get("backends", {}), {}, f"{where}: backends")
+    tables = check_value(raw.get("backends", {}), {}, f"{where}: backends")
+    backends = {name: _table(BackendTable, table, where, f"backends.{name}") for name, table in tables.items()}
+    for name, table in backends.items():
+        if table.device < 0:
+            raise ConfigError(f"{where}: backends.{name}.device: must be 0 or more, not {table.device}.")
+    policy = _table(PolicyTable, raw.get("policy", {}), where, "policy")
+    if not MIN_SLOTS <= policy.prefetch_slots <= MAX_SLOTS:
+        raise ConfigError(
+            f"{where}: policy.prefetch_slots: must be {MIN_SLOTS} to {MAX_SLOTS}, not {policy.prefetch_slots} "
+            f'(policy.prefetch = "off" turns the ring off).'
+        )
     return Config(
         plugins=_table(PluginsTable, raw.get("plugins", {}), where, "plugins"),
-        backends={name: _table(BackendTable, table, where, f"backends.{name}") for name, table in backends.items()},
-        policy=_table(PolicyTable, raw.get("policy", {}), where, "policy"),
+        backends=backends,
+        policy=policy,
         path=path,
         found_by=found_by,
         raw=raw,
@@ -213,9 +225,11 @@ def check_value(value: Any, default: Any, where: str) -> Any:
             return tuple(value)
         raise ConfigError(f"{where}: must be a list of strings, not {value!r}.")
     if type(default) is float and type(value) is int:
-        return float(value)
+        value = float(value)
     if type(value) is not type(default):  # not isinstance: true is no whole number here
         raise ConfigError(f"{where}: must be {TYPE_NAMES[type(default)]}, not {value!r}.")
+    if type(value) is float and not math.isfinite(value):
+        raise ConfigError(f"{where}: must be a finite number, not {value!r}.")
     return value
 
 
@@ -233,6 +247,11 @@ def backend_options(table: BackendTable, spec: BackendSpec, where: str) -> dict[
         options[name] = check_value(value, option.default, f"{where}: {path}.{name}")
         if option.choices and value not in option.choices:
             raise ConfigError(f"{where}: {path}.{name}: must be one of {', '.join(option.choices)}, not {value!r}.")
+    if spec.check_options is not None:
+        try:
+            spec.check_options(options)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {path}.{error}") from error
     return options
 
 

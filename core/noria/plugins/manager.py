@@ -116,7 +116,8 @@ class PluginManager:
 
     Raises:
         PluginConflict: two plugins offer the same name.
-        ConfigError: plugins.toml has a table for a backend that does not exist, or options it does not take.
+        ConfigError: plugins.toml has a table for a backend that does not exist, options it does not take, a policy that
+            nobody offers, or disables what comes with the core.
     """
 
     def __init__(self, config: Config | None = None, *, external: bool = True) -> None:
@@ -135,6 +136,7 @@ class PluginManager:
         core = f"noria {version('noria')}"
         for name, module in BUILTIN.items():
             self._load(EntryPoint(name, module, GROUP), core)
+        self._check_disabled()
         off = "" if external else "--no-external-plugins was given"
         if external and not self.config.plugins.autoload:
             off = f"plugins.autoload is false in {self.config.where}"
@@ -149,7 +151,7 @@ class PluginManager:
     def _load(self, entry: EntryPoint, dist: str, off: str = "") -> None:
         """Import a plugin and take what it offers, unless it is disabled or `off` says why not."""
         name = entry.name
-        if name in self.config.plugins.disabled:
+        if name in self.config.plugins.disabled and name not in BUILTIN:
             off = f"named in plugins.disabled of {self.config.where}"
         if off:
             self.records.append(PluginRecord(name=name, dist=dist, status=PluginStatus.DISABLED, reason=off))
@@ -197,6 +199,16 @@ class PluginManager:
 
     # --- configuration -------------------------------------------------------------------------------------------
 
+    def _check_disabled(self) -> None:
+        """What comes with the core cannot be disabled: commands count on it. Only that is loaded yet."""
+        for name in self.config.plugins.disabled:
+            begin = f"{self.config.where}: plugins.disabled: '{name}' comes with noria and cannot be disabled"
+            if name in self.backends:
+                backend = self.backends.name(name)
+                raise ConfigError(f"{begin} as a plugin. Set enabled = false in [backends.{backend}] to leave it out.")
+            if name in BUILTIN or name in self.architectures:
+                raise ConfigError(f"{begin}. Remove it from the list.")
+
     def _check_names(self) -> None:
         """Names in plugins.toml that nothing answers to: an error in a table, a warning in a list.
 
@@ -216,17 +228,23 @@ class PluginManager:
                 logger.warning("%s", text)
         for name in self.config.plugins.disabled:
             if name not in plugins:
-                hint = did_you_mean(name, plugins)
+                hint = did_you_mean(name, plugins) or f"There are: {', '.join(set(plugins) - set(BUILTIN)) or 'none'}."
                 logger.warning("%s: plugins.disabled: no plugin is named '%s'. %s", where, name, hint)
         for name in self.config.plugins.order:
             if name not in self.backends and name not in missing:
-                hint = did_you_mean(name, list(self.backends))
+                known = [*self.backends, *sorted(missing)]
+                hint = did_you_mean(name, known) or f"There are: {', '.join(known)}."
                 logger.warning("%s: plugins.order: no backend is named '%s'. %s", where, name, hint)
-        self._check_options(self.config, where)
+        self._check_values(self.config, where)
 
-    def _check_options(self, config: Config, where: str) -> None:
+    def _check_values(self, config: Config, where: str) -> None:
         for name, spec in self.backends.items():
             backend_options(config.backend(name), spec, where)
+        policies = list(self.policies)
+        if config.policy.prefetch not in policies:
+            text = f"{where}: policy.prefetch: there is no policy '{config.policy.prefetch}'."
+            hint = did_you_mean(config.policy.prefetch, policies) or f"There are: {', '.join(policies)}."
+            raise ConfigError(f"{text} {hint}")
 
     def _configure(self) -> None:
         """Ask plugins for other defaults and take those that are possible; the first to propose a key decides it."""
@@ -236,7 +254,7 @@ class PluginManager:
             try:
                 for default in self._call("noria_configure", record.name, config=asked):
                     config = self.config.with_default(default.key, default.value, source)
-                    self._check_options(config, source)
+                    self._check_values(config, source)
                     taken = "is set already" if config is self.config else "taken"
                     logger.info("%s: %s = %r (%s): %s", source, default.key, default.value, default.why, taken)
                     self.config = config

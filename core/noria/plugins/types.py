@@ -28,6 +28,8 @@ class BackendSpec:
         aliases: other names that find it.
         extra: requirement that brings its libraries, as given to pip (`noria[cuda]`); shown when probe has no hint.
         options: what `[backends.NAME.options]` in plugins.toml may set.
+        check_options: called with all options, each of its type; raises a `ConfigError` that begins with the name of
+            one whose value makes no sense ("jitter: must be 0 or more, not -1."). Users are told the file as well.
 
     Raises:
         PluginError: a name that cannot be part of a device id.
@@ -41,6 +43,7 @@ class BackendSpec:
     aliases: tuple[str, ...] = ()
     extra: str = ""
     options: Mapping[str, OptionSpec] = field(default_factory=dict)
+    check_options: Callable[[Mapping[str, Any]], None] | None = None
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.aliases):

@@ -9,11 +9,12 @@ from typing import Final, Literal
 
 from noria.api.errors import ConfigError
 from noria.experts import OFF
+from noria.plugins.config import MAX_SLOTS, MIN_SLOTS
 
 AUTO: Final = "auto"
 Auto = Literal["auto"]
 
-MIN_SLOTS, MAX_SLOTS = 2, 64
+MAX_TOKENS = 2**31 - 1  # positions and rows are I32
 
 
 class LoadMode(StrEnum):
@@ -74,6 +75,9 @@ class EngineConfig:
         ):
             if isinstance(value, int) and value < least:
                 raise ConfigError(f"{flag} is {value}; it must be at least {least}.")
+        for flag, value in (("-c", self.n_ctx), ("-b", self.n_batch), ("-ub", self.n_ubatch)):
+            if isinstance(value, int) and value > MAX_TOKENS:
+                raise ConfigError(f"{flag} is {value}; it must be at most {MAX_TOKENS}, the largest position there is.")
         if not MIN_SLOTS <= self.prefetch_slots <= MAX_SLOTS:
             raise ConfigError(
                 f"--prefetch-slots is {self.prefetch_slots}; it must be {MIN_SLOTS} to {MAX_SLOTS} "

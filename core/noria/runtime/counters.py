@@ -36,6 +36,7 @@ class Counters:
         copy_busy_ns: the copy queue moving bytes; copy_stall_ns: it waiting for a free slot.
         stall_ns: compute waiting for a copy, or making one in line.
         n_expert: of a layer, for shares.
+        compute_us: what a layer's compute took in the latest pass of so many tokens, waits for experts left out.
     """
 
     n_passes: int = 0
@@ -47,6 +48,7 @@ class Counters:
     copy_stall_ns: int = 0
     stall_ns: int = 0
     n_expert: int = 0
+    compute_us: dict[int, float] = field(default_factory=dict)
     layers: dict[int, LayerUse] = field(default_factory=dict)
     decisions: dict[int, Decision] = field(default_factory=dict)
     movements: Counter[Movement] = field(default_factory=Counter)
@@ -55,6 +57,11 @@ class Counters:
     def h2d_gbps(self) -> float:
         """Rate while copying, GB/s."""
         return self.h2d_nbytes / self.copy_busy_ns if self.copy_busy_ns else 0.0
+
+    @property
+    def busy_ns(self) -> int:
+        """Compute not waiting for experts."""
+        return self.wall_ns - self.stall_ns
 
     @property
     def compute_idle_pct(self) -> float:
@@ -77,9 +84,9 @@ class Counters:
         return {i: use.n_used / (use.n_passes * self.n_expert) for i, use in used.items()}
 
     def fresh(self) -> Counters:
-        """Counters at zero that still know what share of experts each layer used lately."""
+        """Counters at zero that still know what was learned: of each layer's experts, and of compute times."""
         layers = {i: LayerUse(latest=dict(use.latest)) for i, use in self.layers.items()}
-        return Counters(n_expert=self.n_expert, layers=layers)
+        return Counters(n_expert=self.n_expert, layers=layers, compute_us=dict(self.compute_us))
 
     def used(self, layer: int, n_tokens: int, n_used: int, n_expert: int) -> None:
         """Note how many experts a layer used in a pass."""

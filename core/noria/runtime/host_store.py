@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from noria.api import Device, HostBuffer, Span
+from noria.api import Device, DeviceCaps, DeviceKind, HostBuffer, Span
 from noria.api.errors import PinnedMemoryError
 from noria.experts import ExpertLayer, ExpertTensor
 from noria.gguf import ModelFile, TensorInfo
@@ -47,24 +47,45 @@ def expert_layer(file: ModelFile, layer: int, moe: MoeSpec, sources: Mapping[str
     return ExpertLayer(layer=layer, gate=tensor(moe.gate), up=tensor(moe.up), down=tensor(moe.down))
 
 
+def resolve(mode: LoadMode, caps: DeviceCaps) -> LoadMode:
+    """What `auto` means on a device."""
+    if mode is LoadMode.AUTO:
+        return LoadMode.NONE if caps.pinned_host and not caps.host_register else LoadMode.MMAP
+    return mode
+
+
 class HostStore:
     """The offloaded experts of one stage, as host buffers of its device.
+
+    Args:
+        mode: not `auto`.
+        lockable_nbytes: how much of the mapped file may be page-locked by a driver. Beyond the RAM that is available
+            the system does not refuse that, but ends this process.
 
     Attributes:
         layers: by layer number.
         pinned_nbytes, pageable_nbytes: how much of them is page-locked and how much is not.
+        locked_nbytes: of the mapped file, by a driver.
         notes: what went another way than asked, one line each.
     """
 
     def __init__(
-        self, file: ModelFile, device: Device, moes: dict[int, MoeSpec], mode: LoadMode, progress: Progress
+        self,
+        file: ModelFile,
+        device: Device,
+        moes: dict[int, MoeSpec],
+        mode: LoadMode,
+        lockable_nbytes: int,
+        progress: Progress,
     ) -> None:
         self.file, self.device, self.progress = file, device, progress
         self.layers: dict[int, ExpertLayer] = {}
         self.pinned_nbytes = 0
         self.pageable_nbytes = 0
+        self.locked_nbytes = 0
         self.notes: list[str] = []
-        self.mode = self._resolve(mode)
+        self.mode = mode
+        self.lockable_nbytes = lockable_nbytes
         self._buffers: list[HostBuffer] = []
         self._refusal = ""
         infos = [file.tensors[name] for moe in moes.values() for name in (moe.gate, moe.up, moe.down)]
@@ -82,12 +103,6 @@ class HostStore:
         """Give the memory back; before the file is unmapped."""
         for buffer in self._buffers:
             buffer.free()
-
-    def _resolve(self, mode: LoadMode) -> LoadMode:
-        caps = self.device.caps
-        if mode is LoadMode.AUTO:
-            return LoadMode.NONE if caps.pinned_host and not caps.host_register else LoadMode.MMAP
-        return mode
 
     # --- mmap ----------------------------------------------------------------------------------------------------
 
@@ -107,16 +122,20 @@ class HostStore:
 
     def _lock(self, memory: memoryview, nbytes: int) -> HostBuffer:
         label = "mapped experts"
-        if self.device.caps.host_register:
+        locks = self.device.info.kind not in (DeviceKind.CPU, DeviceKind.SIMULATED)  # which use pages as they are
+        if not self.device.caps.host_register:
+            self._refusal = f"{self.device.info.id} cannot page-lock a mapped file (--load-mode none can help)"
+        elif locks and self.locked_nbytes + len(memory) > self.lockable_nbytes:
+            self._refusal = f"there is RAM for {max(self.lockable_nbytes, 0) / MIB:.0f} MiB of them"
+        else:
             try:
                 buffer = self.device.register_host(memory, label=label)
                 self.pinned_nbytes += nbytes
+                self.locked_nbytes += len(memory) if locks else 0
                 self._buffers.append(buffer)
                 return buffer
             except PinnedMemoryError as error:
                 self._refusal = self._refusal or str(error)
-        else:
-            self._refusal = f"{self.device.info.id} cannot page-lock a mapped file (--load-mode none can help)"
         buffer = self.device.wrap_host(memory, label=label)
         self.pageable_nbytes += nbytes
         self._buffers.append(buffer)
@@ -146,7 +165,8 @@ class HostStore:
             offset = 0
             for info in members:
                 span = chunk.span(offset, info.nbytes)
-                self.file.read_into(info.name, span.host_view(np.uint8))
+                if self.device.info.kind is not DeviceKind.SIMULATED:  # which computes no numbers
+                    self.file.read_into(info.name, span.host_view(np.uint8))
                 sources[info.name] = span
                 offset += _padded(info.nbytes)
                 done += info.nbytes

@@ -1,4 +1,4 @@
-"""The KV cache: one buffer a device, one view a layer."""
+"""The KV cache: one buffer and one view a layer."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def kv_layer_nbytes(model: Model, layer: int, n_ctx: int, type_k: str, type_v: s
 
 
 def kv_views(
-    model: Model, layers: Sequence[int], span: Span, n_ctx: int, type_k: str, type_v: str, alignment: int
+    model: Model, layers: Sequence[int], spans: Sequence[Span], n_ctx: int, type_k: str, type_v: str
 ) -> dict[int, KVView]:
-    """Cut `span` into the caches of `layers`: in each cell the K heads, then the V heads."""
-    views, offset = {}, 0
-    for layer in layers:
+    """The caches of `layers`, each in its span: in each cell the K heads, then the V heads."""
+    views = {}
+    for layer, span in zip(layers, spans, strict=True):
         n_head_kv, d_k, d_v = model.kv_shape(layer)
         v_offset, row = kv_row_nbytes(model, layer, type_k, type_v)
         views[layer] = KVView(
-            span=span.sub(offset, n_ctx * row),
+            span=span.sub(0, n_ctx * row),
             k_type=type_k,
             v_type=type_v,
             n_cell=n_ctx,
@@ -51,5 +51,4 @@ def kv_views(
             row_nbytes=row,
             v_offset=v_offset,
         )
-        offset += kv_layer_nbytes(model, layer, n_ctx, type_k, type_v, alignment)
     return views

@@ -6,15 +6,16 @@ is exact: the engine allocates these buffers and no others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from noria.api import BufferUsage
+from noria.api import BufferUsage, DeviceCaps, DeviceKind, align_up
 from noria.experts import RangeTables, UnitLayout
 from noria.gguf import ModelFile
 from noria.models import Model
+from noria.runtime.config import LoadMode
 from noria.runtime.dryrun import DryRun
-from noria.runtime.placement import StageSpec
+from noria.runtime.placement import StageSpec, moe_layers
 
 MIB = 1024 * 1024
 
@@ -34,11 +35,15 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class PlannedBuffer:
-    """One row of the plan: a buffer, or several of one kind."""
+    """One row of the plan: a buffer, or several of one kind, with the bytes of each."""
 
     label: str
     usage: BufferUsage
-    nbytes: int
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +55,8 @@ class StagePlan:
         streamed: whether those pass through slots here. They do not on the host device, nor where host and device
             share their memory.
         readable: those of them whose every slab a table can point at where it lies in the file.
+        load_mode: how they come to be in RAM.
+        host_nbytes: of their experts.
         slot_nbytes: of one slot; 0 without a ring.
         layouts: how a unit of each offloaded layer lies in a slot.
         tables: the expert tables to upload.
@@ -61,6 +68,8 @@ class StagePlan:
     offloaded: frozenset[int]
     streamed: bool
     readable: frozenset[int]
+    load_mode: LoadMode
+    host_nbytes: int
     slot_nbytes: int
     layouts: dict[int, UnitLayout]
     tables: RangeTables
@@ -71,6 +80,33 @@ class StagePlan:
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    @property
+    def copied_nbytes(self) -> int:
+        """RAM for copies of experts."""
+        return self.host_nbytes if self.load_mode is LoadMode.NONE and not self.simulated else 0
+
+    @property
+    def mapped_nbytes(self) -> int:
+        """Experts in the mapped file, which the system may drop and read again."""
+        return self.host_nbytes if self.load_mode is LoadMode.MMAP and not self.simulated else 0
+
+    @property
+    def ram_nbytes(self) -> int:
+        """RAM for the buffers of a device that has no other memory."""
+        device = self.spec.device
+        return self.nbytes if device.info.kind is DeviceKind.CPU or device.caps.unified_memory else 0
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the device computes no numbers: then experts are neither read nor kept."""
+        return self.spec.device.info.kind is DeviceKind.SIMULATED
+
+    @property
+    def oversize(self) -> int:
+        """By how many bytes the largest buffer is over what one may have; 0 or less if it is not."""
+        sizes = (nbytes for buffer in self.buffers.values() for nbytes in buffer.sizes)
+        return max(sizes) - self.spec.device.caps.max_buffer_nbytes
 
     def lines(self) -> list[str]:
         """Rows of a plain table, in MiB."""
@@ -83,14 +119,14 @@ class MemoryPlan:
 
     Attributes:
         capacity: what each stage's device may use, by stage.
-        host_nbytes: experts in host RAM.
+        ram_capacity: RAM that the run may use.
         notes: what was changed to make it fit, one line each.
     """
 
     choice: Choice
     stages: list[StagePlan]
     capacity: list[int]
-    host_nbytes: int
+    ram_capacity: int
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -102,7 +138,38 @@ class MemoryPlan:
             key = id(stage.spec.device)
             used[key] = used.get(key, 0) + stage.nbytes
             room[key] = capacity
-        return max(used[key] - room[key] for key in used)
+        oversize = [stage.oversize for stage in self.stages if stage.oversize > 0]
+        return max([*oversize, *(used[key] - room[key] for key in used)])
+
+    @property
+    def host_nbytes(self) -> int:
+        """Experts in host RAM."""
+        return sum(stage.host_nbytes for stage in self.stages)
+
+    @property
+    def host_capacity(self) -> int | None:
+        """RAM for experts: what devices without memory of their own leave. None = no limit, on simulators."""
+        if all(stage.simulated for stage in self.stages):
+            return None
+        return self.ram_capacity - sum(stage.ram_nbytes for stage in self.stages)
+
+    @property
+    def host_shortfall(self) -> int:
+        """Bytes of RAM missing for what cannot be dropped; 0 or less if it fits. Mapped experts can be."""
+        return 0 if self.host_capacity is None else self.copied_nbytes - self.host_capacity
+
+    @property
+    def lockable_nbytes(self) -> int:
+        """RAM that is left to page-lock the mapped file in."""
+        return self.ram_capacity - sum(stage.ram_nbytes for stage in self.stages) - self.copied_nbytes
+
+    @property
+    def copied_nbytes(self) -> int:
+        return sum(stage.copied_nbytes for stage in self.stages)
+
+    @property
+    def mapped_nbytes(self) -> int:
+        return sum(stage.mapped_nbytes for stage in self.stages)
 
     def rows(self) -> Iterator[tuple[str, str, int]]:
         """(device, what, bytes), in the order of a table."""
@@ -122,7 +189,8 @@ class MemoryPlan:
             lines.append(f"  {stage.spec.device.info.id} ({stage.spec.device.info.name}), {layers}")
             lines += stage.lines()
             lines.append(f"    {'sum':<32}{stage.nbytes / MIB:>12.1f}  of {capacity / MIB:.1f} usable")
-        lines.append(f"  host RAM\n    {'experts':<32}{self.host_nbytes / MIB:>12.1f}")
+        usable = "" if self.host_capacity is None else f"  of {max(self.host_capacity, 0) / MIB:.1f} usable"
+        lines.append(f"  host RAM\n    {'experts':<32}{self.host_nbytes / MIB:>12.1f}{usable}")
         return "\n".join(lines)
 
 
@@ -140,6 +208,24 @@ def stage_weights(file: ModelFile, model: Model, spec: StageSpec) -> list[str]:
     return list(names)
 
 
+def weight_groups(file: ModelFile, names: Sequence[str], caps: DeviceCaps) -> list[tuple[list[str], int]]:
+    """Which weights lie together in a buffer, in this order, and its bytes: as few buffers as the device allows."""
+    groups: list[tuple[list[str], int]] = []
+    for name in names:
+        nbytes = align_up(file.tensors[name].nbytes, caps.buffer_alignment)
+        if groups and groups[-1][1] + nbytes <= caps.max_buffer_nbytes:
+            group, size = groups[-1]
+            groups[-1] = ([*group, name], size + nbytes)
+        else:
+            groups.append(([name], nbytes))
+    return groups
+
+
+def offsets_nbytes(model: Model, spec: StageSpec) -> int:
+    """Bytes from one layer's `ExpertRows.offsets` to the next one's."""
+    return align_up((model.hparams.n_expert + 1) * 4, spec.device.caps.buffer_alignment)
+
+
 def batch_tensors(model: Model, spec: StageSpec, n_batch: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     """(type, shape) of what a stage keeps for a whole batch."""
     p = model.hparams
@@ -155,7 +241,7 @@ def batch_tensors(model: Model, spec: StageSpec, n_batch: int) -> dict[str, tupl
             "ids": ("I32", (n_batch, k)),
             "weights": ("F32", (n_batch, k)),
             "pairs": ("I32", (n_batch * k,)),
-            "offsets": ("I32", (p.n_expert + 1,)),
+            "offsets": ("I32", (len(moe_layers(model, spec.layers)), offsets_nbytes(model, spec) // 4)),
             "row_positions": ("I32", (n_batch, k)),
         }
     return tensors

@@ -7,21 +7,40 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from noria.api import BufferUsage, KVView, align_up, tensor_nbytes
+from noria.api import BufferUsage, align_up, tensor_nbytes
 from noria.api.errors import DoesNotFit, OpUnsupported
 from noria.api.ops import Op, Support
-from noria.experts import RangeTables, TableKey, UnitLayout, slot_nbytes_for, split_range, unit_layout
+from noria.experts import (
+    RangeTables,
+    TableKey,
+    UnitLayout,
+    slot_nbytes_for,
+    split_range,
+    unit_layout,
+)
+from noria.experts.host_memory import available_memory_nbytes
 from noria.gguf import ModelFile
 from noria.models import Model, MoeSpec
-from noria.runtime.config import MIN_SLOTS, EngineConfig
+from noria.plugins.config import MIN_SLOTS
+from noria.runtime.config import EngineConfig, LoadMode
 from noria.runtime.dryrun import DryRun, PhantomBuffer
+from noria.runtime.host_store import resolve
 from noria.runtime.kv_cache import kv_layer_nbytes, kv_views
 from noria.runtime.placement import StageSpec, is_auto, moe_layers, most_cpu_moe, offloaded_layers
-from noria.runtime.plan import MIB, Choice, MemoryPlan, PlannedBuffer, StagePlan, batch_tensors, stage_weights
+from noria.runtime.plan import (
+    MIB,
+    Choice,
+    MemoryPlan,
+    PlannedBuffer,
+    StagePlan,
+    batch_tensors,
+    stage_weights,
+    weight_groups,
+)
+from noria.runtime.remedy import LEAST_N_TOKENS, remedy
 
 DEFAULT_N_CTX = 4096
 DEFAULT_N_UBATCH = 2048
-LEAST_N_UBATCH = 32
 # What is given up for room, and down to what, in the order of what it costs: first tokens beyond those whose compute
 # hides the copies anyway, last what makes experts cross the bus more often and kernels small.
 GIVE_UP = (
@@ -29,8 +48,8 @@ GIVE_UP = (
     ("n_ubatch", 512),
     ("n_slots", MIN_SLOTS),
     ("n_batch", 512),
-    ("n_ubatch", LEAST_N_UBATCH),
-    ("n_batch", LEAST_N_UBATCH),
+    ("n_ubatch", LEAST_N_TOKENS),
+    ("n_batch", LEAST_N_TOKENS),
     ("n_slots", 1),  # no ring at all: one slot, filled in line with the compute
 )
 LOGITS_NBYTES = 64 * MIB  # of all positions' logits, this much at a time
@@ -43,6 +62,8 @@ class Planner:
         self.file, self.model, self.stages, self.config = file, model, stages, config
         self.most_cpu_moe = most_cpu_moe(model, stages, config)
         self.capacity = [self._capacity(stage) for stage in stages]
+        ram_nbytes = available_memory_nbytes()
+        self.ram_capacity = ram_nbytes - _margin(ram_nbytes)
         self._can_prefetch = any(stage.device.caps.copy_queues for stage in stages if not stage.host)
         self._dry: dict[tuple[int, int, int, int, int, str, str], DryRun] = {}
 
@@ -50,7 +71,7 @@ class Planner:
         """Usable bytes: what is free less a margin, or what the user named."""
         if self.config.memory_nbytes is not None and not stage.host:
             return self.config.memory_nbytes
-        return stage.device.memory_free() - min(512 * MIB, stage.device.info.memory_nbytes // 32)
+        return stage.device.memory_free() - _margin(stage.device.info.memory_nbytes)
 
     # --- choosing ------------------------------------------------------------------------------------------------
 
@@ -58,19 +79,24 @@ class Planner:
         """The best plan within what the user fixed.
 
         Raises:
-            DoesNotFit: there is none; says by how much, and names the smallest single change that would fit.
+            DoesNotFit: there is none; says by how much, and names the smallest single change that would fit. Also where
+                it fits the devices, but not the RAM.
             OpUnsupported: a device cannot run an op of this model at all, or may not fall back.
             ConfigError: the flags contradict each other or the model.
         """
         tried = self.find()
         if tried.shortfall > 0:
-            raise DoesNotFit(self._tightest(tried), tried.shortfall, self._remedy(), tried.text())
+            words = self._oversize(tried) + remedy(self, lambda plan: plan.shortfall)
+            raise DoesNotFit(_tightest(tried), tried.shortfall, words, tried.text())
+        if tried.host_shortfall > 0:
+            words = remedy(self, lambda plan: plan.host_shortfall)
+            raise DoesNotFit("host RAM", tried.host_shortfall, words, tried.text())
         self._check_ops(tried)
         return tried
 
     def find(self) -> MemoryPlan:
-        """The first candidate that fits, or the last one tried."""
-        first = self._first_choice()
+        """The first candidate that fits the devices, or the last one tried."""
+        first = self.first_choice()
         for choice in self._candidates(first):
             plan = self.plan(choice)
             if plan.shortfall <= 0:
@@ -83,6 +109,7 @@ class Planner:
             notes.append(
                 "prefetch is off: no copies run beside the compute on this device, so they run in line with it"
             )
+        notes += self._ram_notes(plan)
         moes = moe_layers(self.model, range(self.model.hparams.n_layer)).values()
         experts = [name for moe in moes for name in (moe.gate, moe.up, moe.down)]
         for pattern, target in self.config.override_tensors:
@@ -92,7 +119,26 @@ class Planner:
                 )
         return notes
 
-    def _first_choice(self) -> Choice:
+    def _ram_notes(self, plan: MemoryPlan) -> list[str]:
+        notes: list[str] = []
+        if plan.host_capacity is None:
+            return notes
+        if any(stage.load_mode is not self._load_mode(stage.spec) for stage in plan.stages if stage.host_nbytes):
+            notes.append(
+                f"experts are not page-locked: copies of {plan.host_nbytes / MIB:.0f} MiB would be, for which "
+                f"{plan.host_capacity / MIB:.0f} MiB of RAM are not enough"
+            )
+        room = plan.host_capacity - plan.copied_nbytes
+        if plan.mapped_nbytes > room:
+            notes.append(
+                f"{plan.mapped_nbytes / MIB:.0f} MiB of experts stay in the file, and {max(room, 0) / MIB:.0f} MiB of "
+                f"RAM are left for them: they will be read from disk again and again. Keep more layers on the device "
+                f"(a lower -ncmoe), or use a smaller quantization"
+            )
+        return notes
+
+    def first_choice(self) -> Choice:
+        """What is planned where there is room for everything."""
         config, hparams = self.config, self.model.hparams
         n_ctx = config.n_ctx or min(DEFAULT_N_CTX, hparams.n_ctx_train)
         n_batch = min(config.n_prompt or n_ctx, n_ctx) if is_auto(config.n_batch) else min(int(config.n_batch), n_ctx)
@@ -136,55 +182,25 @@ class Planner:
                 low = middle + 1
         return replace(choice, n_cpu_moe=high)
 
-    def _tightest(self, plan: MemoryPlan) -> str:
-        over = [stage.nbytes - capacity for stage, capacity in zip(plan.stages, plan.capacity, strict=True)]
-        return plan.stages[over.index(max(over))].spec.device.info.id
-
-    def _remedy(self) -> str:
-        """The single change that fits and gives up least: after it the plan comes closest to filling the device."""
-        fitting = [(-plan.shortfall, words) for plan, words in self._single_changes()]
-        if not fitting:
-            return "No single change makes it fit; use a smaller model or quantization, or a device with more memory."
-        return f"The smallest single change that fits: {min(fitting)[1]}."
-
-    def _single_changes(self) -> Iterator[tuple[MemoryPlan, str]]:
-        """For each flag the smallest change that fits, if there is one, found by bisection over its values.
-
-        What is `auto` is chosen anew for every change, as it would be in the user's next run.
-        """
-        choice = self._first_choice()
-        numbers: list[tuple[str, str, Sequence[int]]] = [("n_ctx", "-c", _steps_down(choice.n_ctx, LEAST_N_UBATCH))]
-        if not is_auto(self.config.n_cpu_moe):
-            numbers.append(("n_cpu_moe", "-ncmoe", range(choice.n_cpu_moe + 1, self.most_cpu_moe + 1)))
-        if self.config.keep_slots:
-            numbers.append(("prefetch_slots", "--prefetch-slots", range(choice.n_slots - 1, MIN_SLOTS - 1, -1)))
-        if not is_auto(self.config.n_batch):
-            numbers.append(("n_batch", "-b", _steps_down(choice.n_batch, LEAST_N_UBATCH)))
-        if not is_auto(self.config.n_ubatch):
-            numbers.append(("n_ubatch", "-ub", _steps_down(choice.n_ubatch, LEAST_N_UBATCH)))
-        for key, flag, values in numbers:
-            best: MemoryPlan | None = None
-            low, high = 0, len(values)
-            while low < high:
-                middle = (low + high) // 2
-                plan = self._changed(**{key: values[middle]})
-                if plan.shortfall <= 0:
-                    high, best = middle, plan
-                else:
-                    low = middle + 1
-            if best is not None:
-                yield best, f"{flag} {values[low]}"
-        quantized = "Q8_0"
-        if choice.type_k != quantized and all(quantized in stage.device.caps.kv_types for stage in self.stages):
-            plan = self._changed(type_k=quantized, type_v=quantized)
-            if plan.shortfall <= 0:
-                yield plan, "-ctk q8_0 -ctv q8_0"
-
-    def _changed(self, **changes: Any) -> MemoryPlan:
+    def changed(self, **changes: Any) -> MemoryPlan:
         """What would be found with another configuration."""
         other = Planner(self.file, self.model, self.stages, replace(self.config, **changes))
-        other.capacity, other._dry = self.capacity, self._dry
+        other.capacity, other.ram_capacity, other._dry = self.capacity, self.ram_capacity, self._dry
         return other.find()
+
+    def _oversize(self, plan: MemoryPlan) -> str:
+        """What is larger than a buffer may be, if anything is."""
+        for stage in plan.stages:
+            most = stage.spec.device.caps.max_buffer_nbytes
+            for buffer in stage.buffers.values():
+                if max(buffer.sizes) > most:
+                    names = [t.name for t in self.file.tensors.values() if t.nbytes > most]
+                    which = f" (tensor {names[0]})" if names else ""
+                    return (
+                        f"One buffer may have {most / MIB:.1f} MiB there, '{buffer.label}'{which} needs one of "
+                        f"{max(buffer.sizes) / MIB:.1f} MiB. "
+                    )
+        return ""
 
     def _check_ops(self, plan: MemoryPlan) -> None:
         for stage in plan.stages:
@@ -205,16 +221,20 @@ class Planner:
         """Count every buffer of `choice`."""
         offloaded = offloaded_layers(self.model, self.stages, self.config, choice.n_cpu_moe)
         stages = [self._stage(i, stage, choice, offloaded) for i, stage in enumerate(self.stages)]
-        host_nbytes = sum(
-            self.file.tensors[name].nbytes
-            for layer, moe in moe_layers(self.model, range(self.model.hparams.n_layer)).items()
-            if any(layer in stage.offloaded for stage in stages)
-            for name in (moe.gate, moe.up, moe.down)
-        )
-        return MemoryPlan(choice=choice, stages=stages, capacity=self.capacity, host_nbytes=host_nbytes)
+        plan = MemoryPlan(choice=choice, stages=stages, capacity=self.capacity, ram_capacity=self.ram_capacity)
+        if self.config.load_mode is LoadMode.AUTO and plan.copied_nbytes and plan.host_shortfall > 0:
+            plan = replace(plan, stages=[replace(stage, load_mode=LoadMode.MMAP) for stage in stages])
+        return plan
+
+    def _load_mode(self, spec: StageSpec) -> LoadMode:
+        return resolve(self.config.load_mode, spec.device.caps)
 
     def _stage(self, index: int, spec: StageSpec, choice: Choice, offloaded: frozenset[int]) -> StagePlan:
         caps, hparams = spec.device.caps, self.model.hparams
+
+        def aligned(nbytes: int) -> int:
+            return align_up(nbytes, caps.buffer_alignment)
+
         moes = moe_layers(self.model, spec.layers)
         slabs = {
             layer: tuple(_slab_nbytes(self.file, name) for name in (moe.gate, moe.up, moe.down))
@@ -237,51 +257,51 @@ class Planner:
         slot = 0
         if streamed:
             slot = slot_nbytes_for([slabs[layer] for layer in here], n_expert, caps.table_unit, caps.buffer_alignment)
+            most = (caps.max_buffer_nbytes - 3 * aligned(n_expert * 4)) // caps.buffer_alignment * caps.buffer_alignment
+            slot = max(min(slot, most), *(layouts[layer].nbytes(1) for layer in here))
         tables = self._tables(spec, layouts, here, slot)
         n_logits = 1
         if self.config.logits_all:
             n_logits = max(1, min(choice.n_ubatch, LOGITS_NBYTES // (hparams.n_vocab * 4)))
         dry = self._dry_run(index, spec, choice, n_logits)
-
-        def aligned(nbytes: int) -> int:
-            return align_up(nbytes, caps.buffer_alignment)
-
-        weights = sum(aligned(self.file.tensors[name].nbytes) for name in stage_weights(self.file, self.model, spec))
-        resident = sum(layouts[layer].nbytes(n_expert) for layer in moes if layer not in here)
-        kv = sum(
+        weights = weight_groups(self.file, stage_weights(self.file, self.model, spec), caps)
+        kv = (
             kv_layer_nbytes(self.model, i, choice.n_ctx, choice.type_k, choice.type_v, caps.buffer_alignment)
             for i in spec.layers
         )
         batch = sum(
             aligned(tensor_nbytes(*entry)) for entry in batch_tensors(self.model, spec, choice.n_batch).values()
         )
-        slots = choice.n_slots * (slot + 3 * aligned(n_expert * 4)) if streamed else 0
-        n_resident = len(moes) - len(here)
-        buffers = {
-            "weights": PlannedBuffer("weights", BufferUsage.WEIGHTS, weights),
-            "experts": PlannedBuffer(f"experts of {n_resident} layers", BufferUsage.EXPERTS, resident),
-            "kv": PlannedBuffer(f"KV cache, {choice.n_ctx} cells", BufferUsage.KV, kv),
-            "slots": PlannedBuffer(
-                f"ring, {choice.n_slots} slots" if choice.n_slots > 1 else "slot", BufferUsage.SLOT, slots
-            ),
-            "tables": PlannedBuffer("expert tables", BufferUsage.COMPUTE, tables.nbytes),
-            "batch": PlannedBuffer(f"batch of {choice.n_batch} tokens", BufferUsage.COMPUTE, batch),
-            "workspace": PlannedBuffer(
-                f"workspace of {choice.n_ubatch} tokens", BufferUsage.COMPUTE, dry.workspace_nbytes
-            ),
-            "scratch": PlannedBuffer("scratch", BufferUsage.COMPUTE, dry.scratch_nbytes),
-        }
+        slots = choice.n_slots * [slot + 3 * aligned(n_expert * 4)] if streamed else []
+        resident = [layer for layer in moes if layer not in here]
+        buffers: dict[str, PlannedBuffer] = {}
+
+        def add(key: str, label: str, usage: BufferUsage, *sizes: int) -> None:
+            if any(sizes):
+                buffers[key] = PlannedBuffer(label, usage, sizes)
+
+        add("weights", "weights", BufferUsage.WEIGHTS, *(nbytes for _, nbytes in weights))
+        parts = (nbytes for layer in resident for nbytes in layouts[layer].part_nbytes(n_expert))
+        add("experts", f"experts of {len(resident)} layers", BufferUsage.EXPERTS, *parts)
+        add("kv", f"KV cache, {choice.n_ctx} cells", BufferUsage.KV, *kv)
+        add("slots", f"ring, {choice.n_slots} slots" if choice.n_slots > 1 else "slot", BufferUsage.SLOT, *slots)
+        add("tables", "expert tables", BufferUsage.COMPUTE, tables.nbytes)
+        add("batch", f"batch of {choice.n_batch} tokens", BufferUsage.COMPUTE, batch)
+        add("workspace", f"workspace of {choice.n_ubatch} tokens", BufferUsage.COMPUTE, dry.workspace_nbytes)
+        add("scratch", "scratch", BufferUsage.COMPUTE, dry.scratch_nbytes)
         return StagePlan(
             spec=spec,
             offloaded=here,
             streamed=streamed,
             readable=readable,
+            load_mode=self._load_mode(spec),
+            host_nbytes=sum(n_expert * sum(slabs[layer]) for layer in here),
             slot_nbytes=slot,
             layouts=layouts,
             tables=tables,
             n_logits=n_logits,
             dry=dry,
-            buffers={key: buffer for key, buffer in buffers.items() if buffer.nbytes},
+            buffers=buffers,
         )
 
     def _aligned(self, moe: MoeSpec, table_unit: int) -> bool:
@@ -306,10 +326,8 @@ class Planner:
         key = (index, choice.n_batch, choice.n_ubatch, choice.n_ctx, n_logits, choice.type_k, choice.type_v)
         if key not in self._dry:
             phantom = PhantomBuffer(spec.device).span()
-            alignment = spec.device.caps.buffer_alignment
-            views: dict[int, KVView] = kv_views(
-                self.model, spec.layers, phantom, choice.n_ctx, choice.type_k, choice.type_v, alignment
-            )
+            spans = [phantom] * len(spec.layers)
+            views = kv_views(self.model, spec.layers, spans, choice.n_ctx, choice.type_k, choice.type_v)
             self._dry[key] = DryRun(
                 self.file,
                 self.model,
@@ -341,19 +359,22 @@ def _given_up(first: Choice, plan: MemoryPlan) -> list[str]:
     return notes
 
 
+def _margin(nbytes: int) -> int:
+    """What is left alone of so much memory."""
+    return min(512 * MIB, nbytes // 32)
+
+
+def _tightest(plan: MemoryPlan) -> str:
+    """The device that lacks most."""
+    over = [
+        max(stage.nbytes - capacity, stage.oversize) for stage, capacity in zip(plan.stages, plan.capacity, strict=True)
+    ]
+    return plan.stages[over.index(max(over))].spec.device.info.id
+
+
 def _slab_nbytes(file: ModelFile, name: str) -> int:
     info = file.tensors[name]
     return info.nbytes // info.shape[0]
-
-
-def _steps_down(value: int, least: int) -> list[int]:
-    """Rounder and rounder smaller values, down to `least`."""
-    steps, step = [], max(value // 16, 1)
-    current = (value - 1) // step * step
-    while current >= least:
-        steps.append(current)
-        current -= step
-    return steps
 
 
 __all__ = ["Choice", "MemoryPlan", "Planner", "StagePlan", "batch_tensors", "stage_weights"]

@@ -93,14 +93,18 @@ class StageRunner:
 
     # --- a pass --------------------------------------------------------------------------------------------------
 
-    def enqueue(self, batch: Batch, hidden: npt.NDArray[np.float32] | None) -> None:
-        """Enqueue all layers of this stage; `hidden` [n, n_embd] comes from the stage before."""
-        stage, n = self.stage, batch.n_tokens
+    def begin(self, n: int) -> None:
+        """Decide how experts move in a pass of `n` tokens, and begin to fill the ring."""
         if n != 1 or self._decided[0] != 1:
             self._decided = n, self._decide(n)
         decisions = self._decided[1]
         self.counters.decided(decisions)
-        self._upload(batch, hidden)
+        self.prefetcher = None
+        self._prefetch_from(self.stage.layers.start, decisions)
+
+    def enqueue(self, batch: Batch) -> None:
+        """Enqueue all layers of this stage, after `upload` and `begin`."""
+        stage, n, decisions = self.stage, batch.n_tokens, self._decided[1]
         if n != 1 or not self._recordable(decisions):
             self._layers(batch, decisions, batch.n_kv)
             return
@@ -134,6 +138,7 @@ class StageRunner:
                 situation = Situation(
                     n_tokens=n_tokens,
                     coverage=use.latest.get(n_tokens, guess) if use else guess,
+                    compute_us=self.counters.compute_us.get(n_tokens, 0.0),
                     rates=self.rates,
                     can_gather=layer in stage.whole,
                     can_prefetch=not stage.ring.inline,
@@ -146,18 +151,19 @@ class StageRunner:
             decisions[layer] = decision
         return decisions
 
-    def _upload(self, batch: Batch, hidden: npt.NDArray[np.float32] | None) -> None:
+    def upload(self, batch: Batch, hidden: npt.NDArray[np.float32] | None) -> None:
+        """Enqueue the copies of what a pass needs; `hidden` [n, n_embd] comes from the stage before."""
         stage, n = self.stage, batch.n_tokens
         # The last pass is done (`Scheduler.run`), so nothing reads this host memory any more.
         host = stage.inputs.span().host_view(np.int32)
         host[:n] = batch.tokens
         host[n : 2 * n] = np.arange(batch.first_position, batch.n_kv)
-        stage.queue.copy_h2d(stage.tokens.rows(0, n).span, stage.inputs.span(0, 4 * n))
-        stage.queue.copy_h2d(stage.positions.rows(0, n).span, stage.inputs.span(4 * n, 4 * n))
+        stage.copy_in(stage.tokens.rows(0, n).span, stage.inputs.span(0, 4 * n))
+        stage.copy_in(stage.positions.rows(0, n).span, stage.inputs.span(4 * n, 4 * n))
         if hidden is not None:
             span = stage.hop(n)
             span.host_view(np.float32)[:] = hidden.reshape(-1)
-            stage.queue.copy_h2d(stage.hidden.rows(0, n).span, span)
+            stage.copy_in(stage.hidden.rows(0, n).span, span)
         if batch.forced is not None or batch.capture:
             stage.keep_routing()
         if batch.forced is not None:
@@ -167,15 +173,13 @@ class StageRunner:
     def _layers(self, batch: Batch, decisions: Decisions, n_kv: int) -> None:
         stage, model, g = self.stage, self.stage.model, self.stage.graph
         n, n_ubatch = batch.n_tokens, stage.choice.n_ubatch
-        self.prefetcher = None
-        self._prefetch_from(stage.layers.start, decisions)
         if stage.plan.spec.embed:
             model.embed(g, stage.hidden.rows(0, n), stage.tokens.rows(0, n))
         for layer in stage.layers:
             start = self._mark()
             moe = stage.moes.get(layer)
             if batch.forced is not None and moe is not None:
-                stage.queue.copy_h2d(stage.rows(n).ids.span, stage.routing(layer, n))
+                stage.copy_in(stage.rows(n, layer).ids.span, stage.routing(layer, n))
             for first in range(0, n, n_ubatch):
                 end = min(first + n_ubatch, n)
                 h, positions = stage.hidden.rows(first, end), stage.positions.rows(first, end)
@@ -186,7 +190,7 @@ class StageRunner:
                     if moe is None:
                         model.ffn(g, layer, h)
                         continue
-                    rows = stage.rows(n)
+                    rows = stage.rows(n, layer)
                     ids, weights = rows.ids.rows(first, end), rows.weights.rows(first, end)
                     x = stage.x(n).rows(first, end)
                     model.route(g, layer, h, x, ids, weights, forced=batch.forced is not None)
@@ -195,16 +199,16 @@ class StageRunner:
                 self._experts(layer, batch, decisions)
         if stage.plan.spec.output and not batch.logits_all:
             self._output(n - 1, n)
+        stage.fetch_counts()
 
     # --- experts -------------------------------------------------------------------------------------------------
 
     def _experts(self, layer: int, batch: Batch, decisions: Decisions) -> None:
         stage, n = self.stage, batch.n_tokens
-        rows = stage.rows(n)
+        rows = stage.rows(n, layer)
         stage.kernels.sort_rows(stage.queue, rows, stage.graph.scratch)
-        stage.queue.copy_d2h(stage.counts(layer), rows.offsets.span)
         if batch.capture:
-            stage.queue.copy_d2h(stage.routing(layer, n), rows.ids.span)
+            stage.copy_out(stage.routing(layer, n), rows.ids.span)
         movement = decisions[layer].movement
         if movement in (Movement.RESIDENT, Movement.GATHER):
             start = self._mark()
@@ -218,6 +222,7 @@ class StageRunner:
             return
         assert stage.ring is not None
         assert stage.store is not None
+        stage.fetch_counts(layer)
         routing = stage.queue.record("routing")
         routing.wait()
         used = np.flatnonzero(stage.read_counts()[list(stage.moes).index(layer)]).tolist()
@@ -235,7 +240,7 @@ class StageRunner:
         prefetcher.release(filled)
 
     def _compute(self, layer: int, n: int, tables: Tables, experts: tuple[int, int]) -> None:
-        stage, rows = self.stage, self.stage.rows(n)
+        stage, rows = self.stage, self.stage.rows(n, layer)
         gate, up, down = tables
         stage.kernels.expert_ffn(
             stage.queue,
@@ -277,7 +282,7 @@ class StageRunner:
         """The hidden state [n, n_embd] for the next stage; waits for it."""
         stage = self.stage
         span = stage.hop(n)
-        stage.queue.copy_d2h(span, stage.hidden.rows(0, n).span)
+        stage.copy_out(span, stage.hidden.rows(0, n).span)
         stage.queue.record("hidden").wait()
         return span.host_view(np.float32).reshape(n, -1).copy()
 
@@ -301,22 +306,28 @@ class StageRunner:
         stage = self.stage
         with stage.graph.workspace.scope():
             logits = stage.model.output(stage.graph, stage.hidden.rows(first, end))
-            stage.queue.copy_d2h(stage.logits.span(0, logits.span.nbytes), logits.span)
+            stage.copy_out(stage.logits.span(0, logits.span.nbytes), logits.span)
 
     def routing(self, n: int) -> dict[int, Ids]:
         """Captured ids [n, n_expert_used] by layer; the pass is done."""
         stage, k = self.stage, self.stage.model.hparams.n_expert_used
         return {i: stage.routing(i, n).host_view(np.int32).reshape(n, k).copy() for i in self.stage.moes}
 
+    @property
+    def gathers(self) -> bool:
+        """Whether kernels read experts from host memory in the latest pass."""
+        return any(decision.movement is Movement.GATHER for decision in self._decided[1].values())
+
     def settle(self, n: int) -> None:
         """Read the counters of a pass that is done."""
-        stage = self.stage
+        stage, counters, decisions = self.stage, self.counters, self._decided[1]
+        n_expert = stage.model.hparams.n_expert
         n_used_by_layer = np.count_nonzero(stage.read_counts(), axis=1).tolist()
         for layer, n_used in zip(stage.moes, n_used_by_layer, strict=True):
-            self.counters.used(layer, n, n_used, stage.model.hparams.n_expert)
-            if self._decided[1][layer].movement is Movement.GATHER and stage.store is not None:
+            counters.used(layer, n, n_used, n_expert)
+            if decisions[layer].movement is Movement.GATHER and stage.store is not None:
                 experts = stage.store.layers[layer]
-                self.counters.gather_nbytes += n_used * experts.nbytes // experts.n_expert
+                counters.gather_nbytes += n_used * experts.nbytes // experts.n_expert
         stage.meter.settle(inline=stage.ring is not None and stage.ring.inline)
 
     def _mark(self) -> Event | None:
@@ -359,9 +370,17 @@ class Scheduler:
     def _run(self, batch: Batch) -> Result:
         n, hidden = batch.n_tokens, None
         first = last = None
+        busy_ns = self.counters.busy_ns
+        # Rings of later stages fill while the first one computes, unless copying would keep the host from that.
+        early = [runner for runner in self.runners[1:] if not runner.stage.device.caps.blocking_submit]
         for i, runner in enumerate(self.runners):
             first = runner.stage.queue.record("pass start")
-            runner.enqueue(batch, hidden)
+            runner.upload(batch, hidden)  # before the experts, which would keep it waiting
+            if runner not in early:
+                runner.begin(n)
+            for other in early if i == 0 else ():
+                other.begin(n)
+            runner.enqueue(batch)
             last = runner.stage.queue.record("pass end")
             if i + 1 < len(self.runners):
                 hidden = runner.hidden(n)
@@ -372,6 +391,9 @@ class Scheduler:
         self._timed(first, last)
         for runner in self.runners:
             runner.settle(n)
+        if not any(runner.gathers for runner in self.runners):  # a gather is a wait that nothing tells from compute
+            n_layer = self.runners[0].stage.model.hparams.n_layer
+            self.counters.compute_us[n] = (self.counters.busy_ns - busy_ns) / n_layer / 1e3
         self.counters.n_passes += 1
         self.counters.n_tokens += n
         return Result(logits=logits, routing=self._captured(n) if batch.capture else None)

@@ -102,14 +102,18 @@ class Session:
         self.n_past = 0
         self.stages: list[Stage] = []
         self.rates: list[LinkRates | None] = []
+        lockable_nbytes = self.plan.lockable_nbytes
         try:
             for stage_plan in self.plan.stages:
                 device = stage_plan.spec.device
                 self.rates.append(self._measure(device) if stage_plan.streamed else None)
                 meter = RingMeter(lambda: self.counters, timeline)
-                self.stages.append(Stage(stage_plan, self.plan.choice, file, model, config, meter, progress))
+                self.stages.append(
+                    Stage(stage_plan, self.plan.choice, file, model, config, meter, progress, lockable_nbytes)
+                )
                 if (store := self.stages[-1].store) is not None:
                     self.notes += store.notes
+                    lockable_nbytes -= store.locked_nbytes
         except BaseException:
             self.close()
             raise
@@ -170,7 +174,8 @@ class Session:
             if result.routing is not None:
                 routing.append(result.routing)
             progress(first + len(part), len(ids))
-        return np.concatenate(logits), np.concatenate(routing, axis=1) if routing else None
+        joined = logits[0] if len(logits) == 1 else np.concatenate(logits)  # a token's are not copied once more
+        return joined, np.concatenate(routing, axis=1) if routing else None
 
     def _check(self, ids: npt.NDArray[np.int32], logits_all: bool, forced: Ids | None) -> None:
         p = self.model.hparams

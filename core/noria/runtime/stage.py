@@ -7,6 +7,7 @@ does not honour fails at once.
 from __future__ import annotations
 
 from contextlib import suppress
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ from noria.experts import (
     Slot,
     TableKey,
     Unit,
+    padded,
     split_range,
 )
 from noria.gguf import ModelFile
@@ -39,7 +41,7 @@ from noria.runtime.counters import RingMeter
 from noria.runtime.host_store import HostStore, Progress, expert_layer
 from noria.runtime.kv_cache import kv_views
 from noria.runtime.placement import moe_layers
-from noria.runtime.plan import Choice, StagePlan, batch_tensors, stage_weights
+from noria.runtime.plan import Choice, StagePlan, batch_tensors, offsets_nbytes, stage_weights, weight_groups
 
 Tables = tuple[ExpertTable, ExpertTable, ExpertTable]
 
@@ -67,6 +69,7 @@ class Stage:
         config: EngineConfig,
         meter: RingMeter,
         progress: Progress,
+        lockable_nbytes: int,
     ) -> None:
         self.plan, self.choice, self.model, self.config = plan, choice, model, config
         self.device, self.kernels = plan.spec.device, plan.spec.kernels
@@ -77,21 +80,21 @@ class Stage:
         self._moe_index = {layer: i for i, layer in enumerate(self.moes)}
         self.meter = meter
         self._alignment = self.device.caps.buffer_alignment
-        self._buffers: dict[str, DeviceBuffer] = {}
+        self._buffers: dict[str, list[DeviceBuffer]] = {}
         self._host_buffers: list[HostBuffer] = []
         self.ring: Ring | None = None
         self.store: HostStore | None = None
         try:
-            self._load(file, progress)
+            self._load(file, progress, lockable_nbytes)
         except BaseException:
             self.close()
             raise
 
-    def _load(self, file: ModelFile, progress: Progress) -> None:
+    def _load(self, file: ModelFile, progress: Progress, lockable_nbytes: int) -> None:
         self._allocate()
         offloaded = {layer: moe for layer, moe in self.moes.items() if layer in self.plan.offloaded}
         if offloaded:
-            self.store = HostStore(file, self.device, offloaded, self.config.load_mode, progress)
+            self.store = HostStore(file, self.device, offloaded, self.plan.load_mode, lockable_nbytes, progress)
         self._make_batch()
         self._upload_tables()
         self.whole: dict[int, Tables] = {}
@@ -105,11 +108,10 @@ class Stage:
         self.kv = kv_views(
             self.model,
             self.layers,
-            self._whole("kv"),
+            [buffer.span() for buffer in self._buffers.get("kv", [])],
             self.choice.n_ctx,
             self.choice.type_k,
             self.choice.type_v,
-            self._alignment,
         )
         self.ring = self._make_ring() if self.plan.streamed else None
         if self.store is not None:
@@ -123,30 +125,27 @@ class Stage:
         """Every device buffer of the plan, before anything is read."""
         try:
             for key, planned in self.plan.buffers.items():
-                if key == "slots":
-                    nbytes = planned.nbytes // self.choice.n_slots
-                    sizes = {f"slot {i}": nbytes for i in range(self.choice.n_slots)}
-                elif key == "experts":
-                    n_expert = self.model.hparams.n_expert
-                    resident = [layer for layer in self.moes if layer not in self.plan.offloaded]
-                    sizes = {f"experts of layer {i}": self.plan.layouts[i].nbytes(n_expert) for i in resident}
-                else:
-                    sizes = {key: planned.nbytes}
-                for name, nbytes in sizes.items():
-                    self._buffers[name] = self.device.alloc(nbytes, usage=planned.usage, label=name)
+                self._buffers[key] = []
+                for i, nbytes in enumerate(planned.sizes):
+                    label = f"{key} {i}" if len(planned.sizes) > 1 else key
+                    self._buffers[key].append(self.device.alloc(nbytes, usage=planned.usage, label=label))
         except OutOfDeviceMemory as error:
             rows = "\n".join(self.plan.lines())
             error.args = (f"{error.args[0]}\nThe plan, in MiB:\n{rows}",)
             raise
 
     def _whole(self, name: str) -> Span:
-        """All of a buffer; a span of no bytes where the plan has no such buffer."""
+        """All of a buffer that is one; a span of no bytes where the plan has no such buffer."""
         if name in self._buffers:
-            return self._buffers[name].span()
-        return self._buffers["batch"].span(0, 0)
+            return self._buffers[name][0].span()
+        return self._buffers["batch"][0].span(0, 0)
+
+    def _padded(self, nbytes: int) -> int:
+        """Room for so many bytes in host memory, whatever is copied there beyond their end."""
+        return align_up(nbytes, self.device.caps.copy_alignment)
 
     def _host(self, nbytes: int, label: str) -> HostBuffer:
-        buffer = self.device.alloc_host(nbytes, label=label)
+        buffer = self.device.alloc_host(self._padded(nbytes), label=label)
         self._host_buffers.append(buffer)
         return buffer
 
@@ -161,7 +160,8 @@ class Stage:
         self._batch = tensors
         p, n_batch = self.model.hparams, self.choice.n_batch
         self.inputs = self._host(2 * 4 * n_batch, "inputs")
-        self._counts = self._host(max(len(self.moes), 1) * (p.n_expert + 1) * 4, "rows by expert")
+        self._offsets_nbytes = offsets_nbytes(self.model, self.plan.spec)
+        self._counts = self._host(max(len(self.moes), 1) * self._offsets_nbytes, "rows by expert")
         self._routing: HostBuffer | None = None
         self._hop: HostBuffer | None = None
         if not (self.plan.spec.embed and self.plan.spec.output):
@@ -173,14 +173,14 @@ class Stage:
         """The experts' input: activations [n, n_embd]."""
         return self._batch["x"].rows(0, n)
 
-    def rows(self, n: int) -> ExpertRows:
-        """Routing of the first `n` tokens of the batch."""
+    def rows(self, n: int, layer: int) -> ExpertRows:
+        """Routing of the first `n` tokens of the batch. Layers share all of it but the offsets, which outlast them."""
         b, k = self._batch, self.model.hparams.n_expert_used
         return ExpertRows(
             ids=b["ids"].rows(0, n),
             weights=b["weights"].rows(0, n),
             pairs=b["pairs"].rows(0, n * k),
-            offsets=b["offsets"],
+            offsets=Tensor(self._offsets(layer), "I32", (self.model.hparams.n_expert + 1,)),
             positions=b["row_positions"].rows(0, n),
         )
 
@@ -195,24 +195,28 @@ class Stage:
         total = sum(file.tensors[name].nbytes for name in names)
         total += sum(file.tensors[n].nbytes for moe in resident.values() for n in (moe.gate, moe.up, moe.down))
         weights: dict[str, Tensor] = {}
-        offset = done = 0
-        for name in names:
-            info = file.tensors[name]
-            span = self._whole("weights").sub(offset, info.nbytes)
-            self.queue.copy_h2d(span, sources[info.shard].span(info.offset, info.nbytes))
-            weights[name] = Tensor(span, info.type, info.shape)
-            offset += align_up(info.nbytes, self._alignment)
-            done += info.nbytes
+        done = 0
+        groups = weight_groups(file, names, self.device.caps)
+        for (group, _), buffer in zip(groups, self._buffers.get("weights", []), strict=True):
+            offset = 0
+            for name in group:
+                info = file.tensors[name]
+                span = buffer.span(offset, info.nbytes)
+                self.copy_in(span, sources[info.shard].span(info.offset, info.nbytes))
+                weights[name] = Tensor(span, info.type, info.shape)
+                offset += align_up(info.nbytes, self._alignment)
+                done += info.nbytes
         self.queue.synchronize()
         progress("uploading weights", done, total)
+        buffers = iter(self._buffers.get("experts", []))
         for layer, moe in resident.items():
             infos = [file.tensors[name] for name in (moe.gate, moe.up, moe.down)]
             spans = {info.name: sources[info.shard].span(info.offset, info.nbytes) for info in infos}
             experts = expert_layer(file, layer, moe, spans)
             unit = Unit(layer=experts, experts=range(experts.n_expert))
-            span, layout = self._buffers[f"experts of layer {layer}"].span(), self.plan.layouts[layer]
-            self.queue.copy_regions(unit.regions(span, layout))
-            self.whole[layer] = self._tables_over(experts, unit.parts(span, layout))
+            parts = [next(buffers).span() for _ in experts.tensors]
+            self.queue.copy_regions(unit.regions(parts, self.plan.layouts[layer]))
+            self.whole[layer] = self._tables_over(experts, parts)
             self.queue.synchronize()
             done += sum(info.nbytes for info in infos)
             progress("uploading weights", done, total)
@@ -229,7 +233,7 @@ class Stage:
             tables.upload(self.queue, self._whole("tables"), staging)
             staging.free()
 
-    def _tables_over(self, layer: ExpertLayer, spans: tuple[Span, ...] | list[Span]) -> Tables:
+    def _tables_over(self, layer: ExpertLayer, spans: list[Span]) -> Tables:
         """Tables over all experts of a layer, where they lie in `spans`."""
         strides = self.plan.layouts[layer.layer].strides
         gate, up, down = (
@@ -251,7 +255,7 @@ class Stage:
         staging = self._host(self.choice.n_slots * table_nbytes, "slot tables")
         slots = []
         for i in range(self.choice.n_slots):
-            span = self._buffers[f"slot {i}"].span()
+            span = self._buffers["slots"][i].span()
             slots.append(
                 Slot(
                     span=span.sub(0, self.plan.slot_nbytes),
@@ -285,28 +289,42 @@ class Stage:
 
     # --- host memory of a pass -----------------------------------------------------------------------------------
 
-    def counts(self, layer: int) -> Span:
-        """Where a layer's `ExpertRows.offsets` come to after each pass: I32 [n_expert + 1]."""
+    def copy_in(self, dst: Span, src: Span) -> None:
+        """Enqueue a copy of host memory to the start of a tensor here."""
+        self.queue.copy_h2d(*padded(dst, src))
+
+    def copy_out(self, dst: Span, src: Span) -> None:
+        """Enqueue a copy of the start of a tensor here to host memory made by this stage."""
+        self.queue.copy_d2h(*padded(dst, src))
+
+    def _offsets(self, layer: int) -> Span:
         nbytes = (self.model.hparams.n_expert + 1) * 4
-        return self._counts.span(self._moe_index[layer] * nbytes, nbytes)
+        return self._batch["offsets"].span.sub(self._moe_index[layer] * self._offsets_nbytes, nbytes)
+
+    def fetch_counts(self, layer: int | None = None) -> None:
+        """Enqueue the copy that `read_counts` reads: of one layer, or of all in one piece."""
+        if layer is not None:
+            offsets = self._offsets(layer)
+            self.copy_out(self._counts.span(self._moe_index[layer] * self._offsets_nbytes, offsets.nbytes), offsets)
+        elif self.moes:
+            offsets = self._batch["offsets"].span
+            self.copy_out(self._counts.span(0, offsets.nbytes), offsets)
 
     def read_counts(self) -> npt.NDArray[np.int32]:
         """How many rows each expert had in the last pass: I32 [layers with experts, n_expert]."""
-        n_offsets = self.model.hparams.n_expert + 1
-        offsets = self._counts.span(0, len(self.moes) * n_offsets * 4).host_view(np.int32)
-        counts: npt.NDArray[np.int32] = np.diff(offsets.reshape(-1, n_offsets))
-        return counts
+        offsets = self._counts.span().host_view(np.int32).reshape(-1, self._offsets_nbytes // 4)
+        return np.diff(offsets[: len(self.moes), : self.model.hparams.n_expert + 1], axis=1)
 
     def keep_routing(self) -> None:
         """Make room for the routing of a batch, forced or captured."""
         if self._routing is None and self.moes:
-            nbytes = len(self.moes) * self.choice.n_batch * self.model.hparams.n_expert_used * 4
-            self._routing = self._host(nbytes, "routing")
+            nbytes = self._padded(self.choice.n_batch * self.model.hparams.n_expert_used * 4)
+            self._routing = self._host(len(self.moes) * nbytes, "routing")
 
     def routing(self, layer: int, n: int) -> Span:
         """Routing of a layer for `n` tokens: I32 [n, n_expert_used]. After `keep_routing`."""
         assert self._routing is not None, "no room was made for routing"
-        step = self.choice.n_batch * self.model.hparams.n_expert_used * 4
+        step = self._padded(self.choice.n_batch * self.model.hparams.n_expert_used * 4)
         return self._routing.span(self._moe_index[layer] * step, n * self.model.hparams.n_expert_used * 4)
 
     def hop(self, n: int) -> Span:
@@ -324,7 +342,7 @@ class Stage:
 
     def close(self) -> None:
         """Wait for the device and give all memory back; before the file is unmapped. A second call does nothing."""
-        buffers = [*self._buffers.values(), *self._host_buffers]
+        buffers = [*chain.from_iterable(self._buffers.values()), *self._host_buffers]
         if all(buffer.freed for buffer in buffers):  # by this, or with the device
             return
         self.drain()

@@ -30,10 +30,10 @@ from noria.builtin.reference.memory import (
     ReferenceDeviceBuffer,
     ReferenceHostBuffer,
     aligned_empty,
-    machine_memory_nbytes,
 )
 from noria.builtin.reference.queue import ReferenceQueue
 from noria.builtin.reference.threads import single_threaded_blas
+from noria.experts.host_memory import available_memory_nbytes, machine_memory_nbytes
 
 OPTIONS: dict[str, OptionSpec] = {
     "memory_mib": OptionSpec(default=0, help="MiB of device memory, a hard limit (0 = as much as the machine has RAM)"),
@@ -41,6 +41,17 @@ OPTIONS: dict[str, OptionSpec] = {
     "device_wait": OptionSpec(default=True, help="a queue waits for another's event without the host"),
     "host_gather": OptionSpec(default=True, help="ops may read experts from host memory"),
 }
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Check the values of options.
+
+    Raises:
+        ConfigError: one makes no sense; the text begins with its name.
+    """
+    for name in ("memory_mib", "copy_queues"):
+        if options[name] < 0:
+            raise ConfigError(f"{name}: must be 0 or more, not {options[name]}.")
 
 
 class ReferenceBackend(Backend):
@@ -55,9 +66,7 @@ class ReferenceBackend(Backend):
     def open(self, index: int, options: Mapping[str, Any]) -> ReferenceDevice:
         if index:
             raise BackendUnavailable(self.name, f"there is no device {self.name}{index}", f"Use {self.name}0.")
-        for option in ("memory_mib", "copy_queues"):
-            if options[option] < 0:
-                raise ConfigError(f"option {option} of backend {self.name} is {options[option]}; give 0 or more")
+        check_options(options)
         caps = DeviceCaps(
             async_copy=options["copy_queues"] > 0,
             copy_queues=options["copy_queues"],
@@ -82,9 +91,11 @@ class ReferenceDevice(Device):
         super().__init__(info, caps)
         single_threaded_blas.acquire()
         self.kernels = ReferenceKernels(self)
+        # RAM is taken when pages are first written, so what is available now says nothing of what has been promised.
+        self._limit = min(info.memory_nbytes, available_memory_nbytes() - self.kernels.weights.budget_nbytes)
 
     def memory_free(self) -> int:
-        return self.info.memory_nbytes - sum(self.allocated.values())
+        return max(0, min(self._limit - sum(self.allocated.values()), available_memory_nbytes()))
 
     def buffer_freed(self, buffer: Buffer) -> None:
         super().buffer_freed(buffer)

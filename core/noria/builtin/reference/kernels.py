@@ -53,6 +53,7 @@ from noria.gguf import SUPPORTED_TYPES, block_facts
 if TYPE_CHECKING:
     from noria.api import Device
 
+_IN_PARTS = (Op.MATMULS, Op.ROPE_STORE)  # composites that save launches, which are cheap here
 _WEIGHT_OPS = (Op.GET_ROWS, Op.MATMUL, Op.MUL_MAT_ID, Op.EXPERT_FFN)
 
 
@@ -72,7 +73,7 @@ class ReferenceKernels(Kernels):
         self._turns: tuple[object, F32Array, F32Array] = (None, np.empty(0, np.float32), np.empty(0, np.float32))
 
     def supports(self, query: OpQuery) -> Support:
-        if query.activation not in ACTIVATION_TYPES:
+        if query.activation not in ACTIVATION_TYPES or query.op in _IN_PARTS:
             return Support.MISSING
         types = {query.type, query.type2} - {""}
         if query.op in (Op.KV_STORE, Op.ATTENTION):

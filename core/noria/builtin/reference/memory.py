@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,11 +14,6 @@ if TYPE_CHECKING:
     from noria.api import Device
 
 _ALIGNMENT = 64  # a cache line
-
-
-def machine_memory_nbytes() -> int:
-    """All RAM of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def aligned_empty(nbytes: int) -> npt.NDArray[np.uint8]:

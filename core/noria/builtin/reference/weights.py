@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from noria.api import ELEMENT_TYPES, Buffer, BufferUsage, Span
-from noria.builtin.reference.memory import ReferenceDeviceBuffer, machine_memory_nbytes, span_bytes
+from noria.builtin.reference.memory import ReferenceDeviceBuffer, span_bytes
 from noria.builtin.reference.tensors import F32Array, to_f32
+from noria.experts.host_memory import available_memory_nbytes
 from noria.gguf import block_facts, dequantize
 
 Bytes = npt.NDArray[np.uint8]
@@ -26,11 +27,11 @@ class Weights:
     evict each one just before its use. It goes when its buffer is freed, and counts no more once that is written to.
 
     Args:
-        budget_nbytes: how much f32 may be kept; by default an eighth of the machine's RAM.
+        budget_nbytes: how much f32 may be kept; by default an eighth of the RAM that is available.
     """
 
     def __init__(self, budget_nbytes: int | None = None) -> None:
-        self.budget_nbytes = machine_memory_nbytes() // 8 if budget_nbytes is None else budget_nbytes
+        self.budget_nbytes = available_memory_nbytes() // 8 if budget_nbytes is None else budget_nbytes
         self.kept_nbytes = 0
         self._kept: dict[Buffer, dict[tuple[int, str, tuple[int, ...]], tuple[int, F32Array]]] = {}
         self._lock = threading.Lock()  # queues may ask at the same time

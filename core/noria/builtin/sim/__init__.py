@@ -1,6 +1,6 @@
 """A device on a virtual clock: it computes no numbers, only when everything would happen."""
 
-from noria.builtin.sim.backend import OPTIONS, SimBackend, SimDevice, open_sim
+from noria.builtin.sim.backend import OPTIONS, SimBackend, SimDevice, check_options, open_sim
 from noria.builtin.sim.clock import Lane, VirtualClock
 from noria.builtin.sim.profiles import Profile, load_profiles
 from noria.builtin.sim.queue import SimQueue, Work
@@ -14,6 +14,7 @@ __all__ = [
     "SimQueue",
     "VirtualClock",
     "Work",
+    "check_options",
     "load_profiles",
     "open_sim",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from random import Random
 from typing import Any
 
@@ -39,6 +40,18 @@ OPTIONS: dict[str, OptionSpec] = {
 }
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """Check the values of options.
+
+    Raises:
+        ConfigError: one makes no sense; the text begins with its name.
+    """
+    least = {"link_gbps": 0, "pageable_gbps": 0, "tflops": 0, "memory_nbytes": 0, "copy_queues": -1, "jitter": 0}
+    for name, value in least.items():
+        if not value <= options[name] < inf:
+            raise ConfigError(f"{name}: must be {value} or more, not {options[name]}.")
+
+
 class SimBackend(Backend):
     """Devices on a virtual clock, one for each profile. All devices of one backend object share the host's clock."""
 
@@ -50,9 +63,10 @@ class SimBackend(Backend):
 
     def probe(self, options: Mapping[str, Any]) -> ProbeResult:
         try:
-            profiles = [profile.changed(options) for profile in load_profiles()]
+            check_options(options)
         except ConfigError as error:
             return ProbeResult(reason=str(error), hint="Correct it in the table of backend sim in plugins.toml.")
+        profiles = (profile.changed(options) for profile in load_profiles())
         return ProbeResult(devices=tuple(_info(i, profile) for i, profile in enumerate(profiles)))
 
     def open(self, index: int, options: Mapping[str, Any]) -> SimDevice:
@@ -60,8 +74,7 @@ class SimBackend(Backend):
         if not 0 <= index < len(profiles):
             names = ", ".join(f"{self.name}{i} ({profile.name})" for i, profile in enumerate(profiles))
             raise BackendUnavailable(self.name, f"there is no device {self.name}{index}", f"There are: {names}.")
-        if options["jitter"] < 0:
-            raise ConfigError(f"option jitter of backend sim is {options['jitter']}; give a number of 0 or more")
+        check_options(options)
         profile = profiles[index].changed(options)
         return SimDevice(_info(index, profile), profile, self.clock, options["jitter"], options["seed"])
 

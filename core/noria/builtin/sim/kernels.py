@@ -79,8 +79,13 @@ class SimKernels(Kernels):
                 return Cost(nbytes=args["out"].n_rows * args["table"].row_nbytes + args["out"].span.nbytes)
             case Op.MATMUL:
                 return _matmul(args["out"], args["w"], args["x"], args["accumulate"])
+            case Op.MATMULS:
+                costs = [_matmul(out, w, args["x"], False) for out, w in zip(args["outs"], args["ws"], strict=True)]
+                return Cost(flops=sum(cost.flops for cost in costs), nbytes=sum(cost.nbytes for cost in costs))
             case Op.KV_STORE:
                 return Cost(nbytes=2 * (args["k"].span.nbytes + args["v"].span.nbytes))
+            case Op.ROPE_STORE:
+                return Cost(nbytes=2 * sum(args[name].span.nbytes for name in "qkv"))
             case Op.ATTENTION:
                 return _attention(args["out"], args["q"], args["kv"], args["n_kv"], args["window"])
             case Op.MUL_MAT_ID:

@@ -37,7 +37,7 @@ class SimDeviceBuffer(DeviceBuffer):
 
 
 class SimHostBuffer(HostBuffer):
-    """A view of host memory. Copies from the device leave it as it is, unless their source is `known`."""
+    """A view of host memory. Copies from the device leave it as it is, but for what is `known`."""
 
     def __init__(self, device: Device, memory: memoryview, label: str, pinned: bool) -> None:
         super().__init__(device, memory.nbytes, label, pinned)

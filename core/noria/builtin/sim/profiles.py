@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from noria.api.errors import ConfigError
-
 BLOCKING = ("none", "copy", "compute")  # what submitting may block the host
 
 
@@ -75,14 +73,7 @@ class Profile:
         return self.launch_us * 1e3 + max(flops / (self.tflops * 1e3), nbytes / self.memory_gbps)
 
     def changed(self, options: Mapping[str, Any]) -> Profile:
-        """This profile with the fields that `options` (of the backend) set.
-
-        Raises:
-            ConfigError: a value makes no sense.
-        """
-        for key in ("link_gbps", "pageable_gbps", "tflops", "memory_nbytes"):
-            if options[key] < 0:
-                raise ConfigError(f"option {key} of backend sim is {options[key]}; give a positive number or 0")
+        """This profile with the fields that `options` (of the backend) set."""
         changes: dict[str, Any] = {
             key: options[key] for key in ("pageable_gbps", "tflops", "memory_nbytes") if options[key]
         }

@@ -116,8 +116,10 @@ class SimQueue(Queue):
     def _copy_d2h(self, dst: Span, src: Span) -> None:
         nbytes = src.nbytes
         self._copy_over_link("d2h", self.device.d2h, dst.buffer, nbytes, nbytes / self.device.profile.d2h_gbps)
-        if isinstance(src.buffer, SimDeviceBuffer) and src in src.buffer.known:
-            dst.host_view()[:] = src.buffer.known[src]
+        if isinstance(src.buffer, SimDeviceBuffer):
+            for span, content in src.buffer.known.items():
+                if src.offset <= span.offset and span.end <= src.end:
+                    dst.host_view()[span.offset - src.offset : span.end - src.offset] = content
 
     def _copy_d2d(self, dst: Span, src: Span) -> None:
         device = self.device
