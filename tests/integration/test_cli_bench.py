@@ -24,7 +24,7 @@ from noria.text import Tokenizer
 KEYS = [
     *("model_filename", "model_type", "model_size", "model_n_params", "backend", "device", "gpu_info"),
     *("n_ctx", "n_batch", "n_ubatch", "n_gpu_layers", "n_cpu_moe", "cpu_moe_size", "type_k", "type_v"),
-    *("policy", "prefetch_slots", "load_mode", "n_prompt", "n_gen", "n_depth", "test_time"),
+    *("policy", "prefetch_slots", "load_mode", "memory", "chaos", "n_prompt", "n_gen", "n_depth", "test_time"),
     *("avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "samples_ts", "counters", "notes"),
 ]
 COUNTERS = {
@@ -128,7 +128,7 @@ def test_lists_make_every_combination_and_tests_share_a_session(rows: Noria, mon
 def test_a_comma_separates_devices_and_a_slash_joins_them(rows: Noria) -> None:
     flags = ("-p", 8, "-n", 0, "-r", 1, "-dev")
     assert [row["device"] for row in rows(*flags, "sim0,sim1")] == ["sim0", "sim1"]
-    assert [row["device"] for row in rows(*flags, "sim0/sim1")] == ["sim0,sim1"]
+    assert [row["device"] for row in rows(*flags, "sim0/sim1")] == ["sim0/sim1"]
 
 
 def test_an_error_of_one_configuration_does_not_stop_the_others(bench: Noria) -> None:
@@ -141,8 +141,10 @@ def test_an_error_of_one_configuration_does_not_stop_the_others(bench: Noria) ->
 
 def test_virtual_and_real_time_are_not_mixed(bench: Noria) -> None:
     result = bench("-p", 8, "-n", 0, "-r", 1, "-ngl", 3)
-    assert result.code == 1
+    assert result.code == 2
     assert "reference0 and sim0 cannot be measured together" in result.err
+    result = bench("-p", 8, "-n", 0, "-r", 1, "-ngl", 0)  # what was asked for is not what would be measured
+    assert (result.code, result.out) == (2, "")
 
 
 def test_a_timeline_is_of_one_configuration(bench: Noria, tmp_path: Path) -> None:
@@ -187,7 +189,7 @@ def test_tokens_of_a_text(bench: Noria, monkeypatch: pytest.MonkeyPatch, tmp_pat
     with open_model(demo_model()) as file:
         assert seen == [Tokenizer.from_metadata(file.metadata).encode(text)[:5]]
     result = bench("-p", 500, "-n", 0, "--prompt-file", "prompt.txt")
-    assert result.code == 1
+    assert result.code == 2
     assert "the tests need 500" in result.err
 
 
@@ -200,12 +202,12 @@ def test_forced_routing(rows: Noria, bench: Noria, tmp_path: Path) -> None:
     assert coverage == [25.0, 25.0]
     result = bench(*flags, "-p", 13, "-n", 0)
     assert result.code == 2
-    assert "covers 12 tokens" in result.err
+    assert "the experts of 12 tokens; this run may compute 13" in result.err
 
 
 def test_missing_ops_are_an_error_unless_asked_for(bench: Noria, monkeypatch: pytest.MonkeyPatch) -> None:
     def supports(self: SimKernels, query: OpQuery) -> Support:
-        return Support.MISSING if query.op is Op.ROPE else Support.NATIVE
+        return Support.MISSING if query.op in (Op.ROPE, Op.ROPE_STORE) else Support.NATIVE
 
     monkeypatch.setattr(SimKernels, "supports", supports)
     flags = ("-p", 4, "-n", 0, "-r", 1, "-o", "json")
@@ -233,6 +235,16 @@ def test_markdown_shows_what_matters_and_what_was_given(bench: Noria) -> None:
     assert {len(line) for line in (head, rule, *lines)} == {len(head)}
     assert [cells(line)[8:10] for line in lines] == [[p, t] for p in ("off", "whole") for t in ("pp16", "tg2")]
     assert all(" ± 0.00" in line for line in lines)
+
+
+def test_rows_of_a_sweep_can_be_told_apart(bench: Noria) -> None:
+    flags = ("--memory", "64,128", "--chaos", "1,2", "-b", "4,16")
+    result = bench("-p", 8, "-n", 0, "-r", 1, *flags)
+    head, _, *lines = map(cells, result.out.splitlines())
+    shown = [tuple(dict(zip(head, line, strict=True))[title] for title in ("memory", "chaos", "b")) for line in lines]
+    memories = ("64.00 MiB", "128.00 MiB")
+    assert sorted(shown) == sorted((m, chaos, b) for m in memories for chaos in "12" for b in "48")
+    assert result.err.count("noria: -b 16 means 8 here: the context has no more tokens\n") == 4
 
 
 def test_csv_and_json_lines_say_the_same(bench: Noria) -> None:
@@ -266,5 +278,5 @@ def test_wrong_flags(bench: Noria, flags: tuple[object, ...], text: str) -> None
 def test_a_context_that_is_too_short_is_found_before_loading(bench: Noria, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "__init__", lambda *args, **kwargs: pytest.fail("loaded"))
     result = bench("-p", 64, "-n", 0, "-c", 32)
-    assert result.code == 1
+    assert result.code == 2
     assert "-c 32 is too short for a test of 64 tokens" in result.err

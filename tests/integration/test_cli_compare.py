@@ -25,6 +25,7 @@ from noria.api.errors import ConfigError
 from noria.cli.arms import Flag, parse_arms
 from noria.cli.bench import Test as BenchTest
 from noria.cli.child import Finished, run_noria
+from noria.cli.commands import make_parser
 from noria.cli.comparison import difference, rotated, summary
 from noria.cli.main import main
 
@@ -165,11 +166,21 @@ def test_an_arm_has_a_name_and_flags() -> None:
         ["two GPUs: -dev a0,a1 --fallback", "-ot 'exps=CPU' -cmoe", ""], (Flag("-ub", "4"),)
     )
     assert (named.name, named.text) == ("two GPUs", "-dev a0,a1 --fallback")
-    assert named.bench() == ["-ub", "4", "--fallback", "-dev", "a0/a1"]
-    assert named.logits() == ["-ub", "4", "-dev", "a0,a1"]
+    assert named.bench() == ["-ub", "4", "-dev", "a0/a1", "--fallback"]
+    assert named.logits() == ["-ub", "4", "-dev", "a0,a1", "--fallback"]
     assert (bare.name, empty.name) == ("-ot 'exps=CPU' -cmoe", "defaults")
     assert sorted(bare.bench()) == sorted(["-ub", "4", "-ot", "exps=CPU", "-cmoe"])
     assert empty.logits() == ["--no-fallback", "-ub", "4"]
+
+
+def test_flags_of_an_arm_replace_their_rivals() -> None:
+    """`noria bench` takes only one of them; overrides add up instead."""
+    common, _ = parse_arms(["-cmoe --backend reference -ot a=CPU --fallback", "b:"], ())
+    arm, _ = parse_arms(["a: -ncmoe 2 -dev sim0 -ot b=GPU --no-fallback", "b:"], common.flags)
+    assert sorted(arm.bench()) == sorted(
+        ["-ot", "a=CPU", "-ncmoe", "2", "-dev", "sim0", "-ot", "b=GPU", "--no-fallback"]
+    )
+    make_parser().parse_args(["bench", *arm.bench()])
 
 
 @pytest.mark.parametrize(
@@ -178,7 +189,7 @@ def test_an_arm_has_a_name_and_flags() -> None:
         (["a: -cmoe"], "needs two arms"),
         (["a: -cmoe", "a: -ub 2"], "two arms have the name 'a'"),
         (["ring", "-cmoe"], "unrecognized arguments: ring"),
-        (["-p 5", "-cmoe"], "unrecognized arguments: -p 5"),
+        (["-p 5", "-cmoe"], "there is no flag -p"),
         (["-ub 512,2048", "-cmoe"], "'512,2048' is neither a whole number nor 'auto'"),
         (["--prefetch off,whole", "-cmoe"], "give each of its values an arm"),
         (["--load-mode disk", "-cmoe"], "'disk' is none of auto, mmap, none"),
@@ -256,6 +267,9 @@ def test_ctrl_c_ends_the_running_arm(tmp_path: Path) -> None:
         while not (found := children.read_text().split()) and time.monotonic() < deadline:
             time.sleep(0.02)
         (child,) = map(int, found)
+        while b"bench" not in Path(f"/proc/{child}/cmdline").read_bytes():  # still a copy of its parent
+            time.sleep(0.02)
+        time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
         with pytest.raises(ProcessLookupError):

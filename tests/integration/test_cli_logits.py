@@ -104,7 +104,10 @@ MISTAKES = {
     "no such backend": (["run", "-p", "x", "--backend", "cudda"], "cuda"),
     "backend that cannot be used": (["run", "-p", "x", "--backend", "vulkan"], "vulkan"),
     "empty prompt": (["run", "-p", ""], "the prompt is empty"),
-    "context too small": (["run", "-p", "In the beginning God", "-c", "2"], "-c 2"),
+    "context too small": (
+        ["run", "-p", "In the beginning God", "-c", "2"],
+        "the prompt has 4 tokens, the context is 2 (-c)",
+    ),
     "no such policy": (["run", "-p", "x", "--prefetch", "most"], "whole"),
     "too few slots": (["run", "-p", "x", "--prefetch-slots", "1"], "--prefetch-slots is 1"),
     "bad pattern": (["run", "-p", "x", "-ot", "([=CPU"], "not a regular expression"),
@@ -137,7 +140,9 @@ def test_wrong_usage_exits_with_2(flags: list[str], capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit) as exit_info:
         main(flags)
     assert exit_info.value.code == 2
-    assert "usage: noria" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("noria: error: ")
+    assert line.endswith(" --help`.")
 
 
 def test_a_model_without_a_tokenizer_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ def test_a_model_that_runs(noria: Noria, tmp_path: Path) -> None:
     with open_model(tmp_path / "t.gguf") as file:
         assert file.metadata.arch_int("block_count") == 2
         assert file.tensors["blk.1.ffn_up_exps.weight"].type == "Q8_0"
-    assert noria("run", "-m", "t.gguf", "--backend", "sim", "-p", "In the beginning", "-n", 2, "--ignore-eos").code == 0
+    assert noria("run", "-m", "t.gguf", "-p", "In the beginning", "-n", 2, "--ignore-eos").code == 0
 
 
 def test_the_seed_is_the_weights(noria: Noria, tmp_path: Path) -> None:

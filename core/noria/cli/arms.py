@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from noria.api.errors import ConfigError
-from noria.cli.engine import add_engine_arguments, add_model_argument, demo_model
+from noria.cli.arguments import CommandParser
+from noria.cli.engine import demo_model
+from noria.cli.flags import add_engine_arguments, add_model_argument
 
 NAMED = re.compile(r"\s*([^-:\s][^:]*?)\s*:(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag as it was written; `text` is None where it takes no value."""
+    """A flag as it was written; `text` is None where it takes no value. It replaces earlier flags of its `kind`."""
 
     name: str
     text: str | None = None
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +33,7 @@ class Arm:
 
     Attributes:
         text: its own flags, as they were written.
-        flags: those of all arms, then its own, which win.
+        flags: those of all arms, less those that its own replace, then its own.
     """
 
     name: str
@@ -48,9 +51,8 @@ class Arm:
 
     def logits(self) -> list[str]:
         """Its flags for `noria logits`, where missing ops are an error only if we say so."""
-        asked = [flag.name for flag in self.flags if flag.name.endswith("fallback")]
-        strict = [] if asked[-1:] == ["--fallback"] else ["--no-fallback"]
-        return strict + [word for flag in self.flags if flag.name not in asked for word in _words(flag, ",")]
+        strict = [] if any(flag.name.endswith("fallback") for flag in self.flags) else ["--no-fallback"]
+        return strict + [word for flag in self.flags for word in _words(flag, ",")]
 
 
 def _words(flag: Flag, comma: str) -> list[str]:
@@ -64,19 +66,21 @@ def add_arm_arguments(parser: argparse.ArgumentParser) -> None:
     """Everything that can differ between arms; outside of --arm it counts for all of them."""
     n_before = len(parser._actions)  # argparse has no public way to the flags that a function has added
     add_model_argument(parser)
-    parser.add_argument("--fallback", action="store_true", help="ops that a device lacks run on the reference, slowly")
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, fallback=False)
+    rivals = {id(action): group for group in parser._mutually_exclusive_groups for action in group._group_actions}
     for action in parser._actions[n_before:]:
-        _keep_text(action)
+        first = rivals[id(action)]._group_actions[0] if id(action) in rivals else action
+        repeats = isinstance(action, argparse._AppendAction)
+        _keep_text(action, "" if repeats else first.option_strings[0])
 
 
-def _keep_text(action: argparse.Action) -> None:
+def _keep_text(action: argparse.Action, kind: str) -> None:
     """Check a flag's value as ever, but keep how it was written."""
     name, choices = action.option_strings[0], action.choices
     convert = cast(Callable[[str], Any], action.type or str)
     action.default = None
     if action.nargs == 0:
-        action.const = Flag(name)
+        action.const = Flag(name, kind=kind)
         return
 
     def keep(text: str) -> Flag:
@@ -87,7 +91,7 @@ def _keep_text(action: argparse.Action) -> None:
         if action.dest == "timeline":
             raise argparse.ArgumentTypeError("a timeline shows one run; write it with noria bench")
         convert(text)
-        return Flag(name, text)
+        return Flag(name, text, kind)
 
     if choices is not None:
         action.metavar = "|".join(choices)
@@ -104,7 +108,7 @@ def flags_of(args: argparse.Namespace) -> Iterator[Flag]:
                 yield flag
 
 
-class _ArmParser(argparse.ArgumentParser):
+class _ArmParser(CommandParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
@@ -119,7 +123,7 @@ def parse_arms(texts: list[str], common: tuple[Flag, ...]) -> list[Arm]:
         raise ConfigError(
             "a comparison needs two arms or more: --arm 'off: --prefetch off' --arm 'ring: --prefetch whole'."
         )
-    parser = _ArmParser(add_help=False, allow_abbrev=False)
+    parser = _ArmParser(add_help=False)
     add_arm_arguments(parser)
     arms: list[Arm] = []
     for text in texts:
@@ -132,7 +136,8 @@ def parse_arms(texts: list[str], common: tuple[Flag, ...]) -> list[Arm]:
             raise ConfigError(f"--arm '{text}': {error}; an arm is 'NAME: FLAGS' or 'FLAGS'.") from error
         if name in [arm.name for arm in arms]:
             raise ConfigError(f"two arms have the name '{name}'.")
-        arms.append(Arm(name=name, text=own, flags=(*common, *flags)))
+        kinds = {flag.kind for flag in flags} - {""}
+        arms.append(Arm(name=name, text=own, flags=(*(flag for flag in common if flag.kind not in kinds), *flags)))
     return arms
 
 

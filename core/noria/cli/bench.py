@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,16 +19,17 @@ import numpy.typing as npt
 
 from noria.api import Device, DeviceKind
 from noria.api.errors import ConfigError, NoriaError
-from noria.cli.engine import Engine, add_model_argument, count, engine_config
+from noria.cli.arguments import count, file_path
+from noria.cli.engine import Engine
 from noria.cli.facts import ModelFacts, amount_text, model_facts
-from noria.cli.output import add_format_argument, print_error, size_text
-from noria.cli.routing import Ids, add_routing_arguments, forced_part, load_routing
+from noria.cli.flags import add_model_argument
+from noria.cli.output import add_format_argument, plural, print_error, size_text
+from noria.cli.routing import Routing, add_routing_arguments
 from noria.cli.rows import FORMS, Column, RowPrinter
 from noria.cli.run import read_prompt
 from noria.cli.sweep import Sweep, add_sweep_arguments, configurations
 from noria.runtime import Counters, Session
 from noria.runtime.link import LinkRates
-from noria.text import Tokenizer
 
 HELP = "measure tokens per second, and where the time goes"
 DESCRIPTION = """\
@@ -82,13 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     add_test_arguments(parser)
     parser.add_argument(
-        "-f", "--prompt-file", type=Path, metavar="FILE", help="use the tokens of this text instead of random ones"
+        "-f", "--prompt-file", type=file_path, metavar="FILE", help="use the tokens of this text instead of random ones"
     )
-    parser.add_argument("--fallback", action="store_true", help="ops that a device lacks run on the reference, slowly")
     add_format_argument(parser, FORMS)
     add_routing_arguments(parser)
     add_sweep_arguments(parser)
-    parser.set_defaults(fallback=False)
 
 
 def add_test_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,24 +105,22 @@ def add_test_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     tests = make_tests(args)
-    n_longest = max(test.n_tokens for test in tests)
-    routing = load_routing(args.routing)
-    if routing is not None and routing.shape[1] < n_longest:
-        raise ConfigError(f"--routing {args.routing} covers {routing.shape[1]} tokens; the tests need {n_longest}.")
+    routing = Routing(args.routing)
+    routing.check(max(test.n_tokens for test in tests))
     text = read_prompt(args.prompt_file) if args.prompt_file else None
     configs = list(configurations(args))
     if args.timeline and len(configs) > 1:
         raise ConfigError("--timeline shows one configuration; give every flag a single value.")
-    n_failed = 0
+    code = 0
     with RowPrinter(args.output, columns(args)) as print_row:
         for config in configs:
             try:
                 for row in run_tests(config.args, tests, text, routing):
                     print_row(row)
             except NoriaError as error:
-                n_failed += 1
+                code = max(code, error.exit_code)
                 print_error(f"{config.label}: {error}" if config.label else str(error))
-    return 1 if n_failed else 0
+    return code
 
 
 def make_tests(args: argparse.Namespace) -> list[Test]:
@@ -147,19 +143,19 @@ def make_tests(args: argparse.Namespace) -> list[Test]:
 
 
 def run_tests(
-    args: argparse.Namespace, tests: list[Test], text: str | None, routing: Ids | None
+    args: argparse.Namespace, tests: list[Test], text: str | None, routing: Routing
 ) -> Iterator[dict[str, Any]]:
     """Load the model once and run every test; a record each."""
     n_longest = max(test.n_tokens for test in tests)
     n_ctx = n_longest if args.ctx_size is None else args.ctx_size
     if n_ctx < n_longest:
-        raise ConfigError(f"-c {n_ctx} is too short for a test of {n_longest} tokens.")
+        raise ConfigError(f"-c {n_ctx} is too short for a test of {plural(n_longest, 'token')}.")
     with Engine(args) as engine:
         tokens = make_tokens(engine, n_longest, text)
         n_prompt = max(test.n_prompt for test in tests) or 1
-        session = engine.session(engine_config(args, engine.defaults, n_ctx=n_ctx, n_prompt=n_prompt))
+        session = engine.session(engine.config(n_ctx=n_ctx, n_prompt=n_prompt))
         facts = model_facts(engine.file, engine.model.hparams)
-        clock = host_clock(devices_of(session))
+        clock = host_clock(engine.devices, devices_of(session))
         for test in tests:
             started = datetime.now(UTC)
             if args.warmup:
@@ -182,9 +178,9 @@ def make_tokens(engine: Engine, n: int, text: str | None) -> Tokens:
     """
     if text is None:
         return np.random.default_rng(0).integers(0, engine.model.hparams.n_vocab, n, np.int32)
-    ids = Tokenizer.from_metadata(engine.file.metadata).encode(text)
+    ids = engine.tokenizer().encode(text)
     if len(ids) < n:
-        raise ConfigError(f"the text of --prompt-file has {len(ids)} tokens; the tests need {n}.")
+        raise ConfigError(f"the text of --prompt-file has {plural(len(ids), 'token')}; the tests need {n}.")
     return np.array(ids[:n], np.int32)
 
 
@@ -192,29 +188,33 @@ def devices_of(session: Session) -> list[Device]:
     return list({id(stage.device): stage.device for stage in session.stages}.values())
 
 
-def host_clock(devices: list[Device]) -> Callable[[], int]:
+def host_clock(chosen: list[Device], used: list[Device]) -> Callable[[], int]:
     """Host time in ns, as the devices see it: virtual where they are simulated.
 
     Raises:
         ConfigError: some are and some are not, so that no clock is right.
     """
+    devices = list({device.info.id: device for device in [*used, *chosen]}.values())
     simulated = [device for device in devices if device.info.kind is DeviceKind.SIMULATED]
     if not simulated:
         return time.perf_counter_ns
     if len(simulated) < len(devices):
         names = " and ".join(device.info.id for device in devices)
-        raise ConfigError(f"{names} cannot be measured together: a simulated device has a clock of its own.")
+        raise ConfigError(
+            f"{names} cannot be measured together: a simulated device has a clock of its own. Leave out -ngl, "
+            f"or name devices of one kind."
+        )
     return lambda: simulated[0].clock_sync()[0]
 
 
-def measure(session: Session, test: Test, tokens: Tokens, routing: Ids | None, clock: Callable[[], int]) -> Sample:
+def measure(session: Session, test: Test, tokens: Tokens, routing: Routing, clock: Callable[[], int]) -> Sample:
     """Run a test once, in an empty context."""
     session.reset()
     session.take_counters()
     step = test.n_prompt or 1
     begin = clock()
     for first in range(0, test.n_tokens, step):
-        session.forward(tokens[first : first + step], forced=forced_part(routing, first, step))
+        session.forward(tokens[first : first + step], forced=routing.part(first, step))
     return Sample(clock() - begin, session.take_counters())
 
 
@@ -235,7 +235,7 @@ def record(test: Test, samples: list[Sample], started: datetime, session: Sessio
         "model_size": facts.nbytes,
         "model_n_params": facts.n_params,
         "backend": ",".join(dict.fromkeys(info.backend for info in infos)),
-        "device": ",".join(info.id for info in infos),
+        "device": "/".join(info.id for info in infos),
         "gpu_info": ", ".join(info.name for info in infos),
         "n_ctx": choice.n_ctx,
         "n_batch": choice.n_batch,
@@ -248,6 +248,8 @@ def record(test: Test, samples: list[Sample], started: datetime, session: Sessio
         "policy": config.prefetch,
         "prefetch_slots": choice.n_slots,
         "load_mode": ",".join(sorted(modes)) or str(config.load_mode),
+        "memory": config.memory_nbytes,
+        "chaos": config.chaos_seed,
         "n_prompt": test.n_prompt,
         "n_gen": test.n_gen,
         "n_depth": 0,
@@ -303,6 +305,8 @@ def columns(args: argparse.Namespace) -> list[Column]:
         *([field("prefetch", "policy", 9)] if "prefetch" in given else []),
         *([field("slots", "prefetch_slots")] if "prefetch_slots" in given else []),
         *([field("load", "load_mode")] if "load_mode" in given else []),
+        *([Column("memory", lambda row: size_text(row["memory"]), 10)] if "memory" in given else []),
+        *([field("chaos", "chaos")] if "chaos" in given else []),
         Column("test", lambda row: Test(n_prompt=row["n_prompt"], n_gen=row["n_gen"]).name, 6),
         Column("t/s", speed, 18),
         counter("h2d GB/s", "h2d_gbps"),

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ERROR = "noria: error: "  # how `print_error` begins
+from noria.cli.output import ERROR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from noria.api.errors import ConfigError
+from noria.cli.arguments import count, number
 from noria.cli.arms import Arm, add_arm_arguments, flags_of, parse_arms
 from noria.cli.bench import add_test_arguments, make_tests
 from noria.cli.comparison import Comparison
-from noria.cli.engine import count
-from noria.cli.logits import check_writable, read_tokens
+from noria.cli.files import check_outputs, written
+from noria.cli.logits import read_tokens
 from noria.cli.output import print_json, print_note, print_table, size_text
 from noria.cli.routing import Ids
 from noria.gguf import open_model
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--warmup-rounds", type=count, default=1, metavar="N", help="rounds before that do not count (default: 1)"
     )
-    group.add_argument("--timeout", type=float, default=900.0, metavar="S", help="seconds for one run (default: 900)")
+    group.add_argument("--timeout", type=number, default=900, metavar="S", help="seconds for one run (default: 900)")
     group = parser.add_argument_group("results")
     group.add_argument(
         "--tokens",
@@ -85,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("--rounds must be at least 1, --timeout above 0, --warmup-rounds and --greedy not negative.")
     tokens = make_tokens(args.tokens, arms[0]) if args.logits else None
     if args.output.endswith(".json"):
-        check_writable(Path(args.output))
+        check_outputs(Path(args.output))
     comparison = Comparison(arms, tests, args)
     comparison.run(tokens)
     result = comparison.record()
@@ -94,7 +95,8 @@ def main(args: argparse.Namespace) -> int:
         return comparison.exit_code
     print_tables(result)
     if args.output != "md":
-        Path(args.output).write_text(json.dumps(result, indent=2) + "\n")
+        with written(Path(args.output)) as file:
+            file.write(json.dumps(result, indent=2).encode() + b"\n")
         print_note(f"all samples written to {args.output}")
     return comparison.exit_code
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from noria.api import DeviceKind, Kernels, Op, OpQuery, Support
 from noria.api.errors import NoriaError
 from noria.cli.devices import print_paragraph, problem
-from noria.cli.engine import KV_TYPES
+from noria.cli.flags import KV_TYPES
 from noria.cli.output import add_format_argument, print_json, print_table
 from noria.gguf import SUPPORTED_TYPES
 from noria.plugins import BackendRegistry, BackendStatus, PluginManager, load_config
@@ -52,16 +52,22 @@ DIMS: dict[Op, tuple[int, ...]] = {
     Op.GLU: (N_FF,),
     Op.COMBINE: (N_EMBD,),
     Op.TOP_K: (N_VOCAB, 64),
+    Op.MATMULS: (N_EMBD, N_EMBD),
+    Op.ROPE_STORE: (N_HEAD, N_HEAD_KV, HEAD_DIM, HEAD_DIM, HEAD_DIM),
     Op.EXPERT_FFN: (N_EXPERT, N_FF, N_EMBD),
 }
 TYPES: dict[Op, tuple[str, ...]] = {
-    **dict.fromkeys((Op.GET_ROWS, Op.MATMUL, Op.MUL_MAT_ID, Op.EXPERT_FFN), SUPPORTED_TYPES),
-    **dict.fromkeys((Op.KV_STORE, Op.ATTENTION), tuple(t.upper() for t in KV_TYPES)),
+    **dict.fromkeys((Op.GET_ROWS, Op.MATMUL, Op.MATMULS, Op.MUL_MAT_ID, Op.EXPERT_FFN), SUPPORTED_TYPES),
+    **dict.fromkeys((Op.KV_STORE, Op.ATTENTION, Op.ROPE_STORE), tuple(t.upper() for t in KV_TYPES)),
     **dict.fromkeys((Op.ROUTE_TOPK, Op.TOP_K), ("F32",)),
     Op.SORT_ROWS: ("I32",),
     Op.RMS_NORM: ("F32", ACTIVATIONS),
 }  # the others work on activations
-FUSED = {Op.EXPERT_FFN: (Op.MUL_MAT_ID, Op.GLU, Op.COMBINE)}
+FUSED = {
+    Op.MATMULS: (Op.MATMUL,),
+    Op.ROPE_STORE: (Op.RMS_NORM, Op.ROPE, Op.KV_STORE),
+    Op.EXPERT_FFN: (Op.MUL_MAT_ID, Op.GLU, Op.COMBINE),
+}
 WORST_FIRST = (Support.IMPOSSIBLE, Support.MISSING, Support.CONVERTED, Support.NATIVE)
 
 
@@ -128,7 +134,7 @@ def answer(kernels: Kernels, entry: Entry) -> str:
     """The least of the answers to all queries of this entry."""
     support = least(kernels, entry)
     if entry.op in FUSED and support is Support.MISSING:
-        parts = [Entry(op, entry.type if op in TYPES else ACTIVATIONS) for op in FUSED[entry.op]]
+        parts = [Entry(op, entry.type if entry.type in TYPES.get(op, ()) else ACTIVATIONS) for op in FUSED[entry.op]]
         if all(least(kernels, part).usable for part in parts):
             return PARTS
     return str(support)
@@ -147,7 +153,7 @@ def queries(entry: Entry, activation: str) -> Iterator[OpQuery]:
         yield OpQuery(
             op=op,
             type=type,
-            type2=type if op in (Op.KV_STORE, Op.ATTENTION, Op.EXPERT_FFN) else "",
+            type2=type if op in (Op.KV_STORE, Op.ATTENTION, Op.ROPE_STORE, Op.EXPERT_FFN) else "",
             activation="F32" if in_out else activation,
             n_rows=n_rows,
             dims=DIMS[op],

@@ -12,9 +12,21 @@ from typing import Any
 from tabulate import tabulate
 from tqdm import tqdm
 
+ERROR = "noria: error: "
+
 
 def print_error(text: str) -> None:
-    print(f"noria: error: {text}", file=sys.stderr)
+    print(f"{ERROR}{sentence(text)}", file=sys.stderr)
+
+
+def sentence(text: str) -> str:
+    """With a full stop, unless it ends with a mark of its own."""
+    return f"{text}." if text[-1:].isalnum() or text[-1:] in ("'", ")") else text
+
+
+def plural(n: int, noun: str) -> str:
+    """`1 layer`, `2 layers`."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def print_note(text: str) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from noria.cli.engine import Engine, add_engine_arguments, add_model_argument, engine_config
+from noria.cli.engine import Engine
 from noria.cli.facts import model_facts
-from noria.cli.output import add_format_argument, print_json, print_table, size_text
+from noria.cli.flags import add_engine_arguments, add_model_argument
+from noria.cli.output import add_format_argument, plural, print_json, print_table, size_text
 from noria.experts import split_range
 from noria.gguf import ModelFile
 from noria.models import Model
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     with Engine(args) as engine:
-        plan = engine.plan(engine_config(args, engine.defaults))
+        plan = engine.plan(engine.config())
         described = describe(engine.file, engine.model, plan)
     if args.output == "json":
         print_json(described)
@@ -70,6 +71,7 @@ def describe(file: ModelFile, model: Model, plan: MemoryPlan) -> dict[str, Any]:
             for stage, capacity in zip(plan.stages, plan.capacity, strict=True)
         ],
         "host_nbytes": plan.host_nbytes,
+        "host_usable_nbytes": plan.host_capacity,
         "bus": {
             "n_layer": len(streamed),
             "batch_nbytes": all_nbytes,
@@ -113,6 +115,8 @@ def print_plan(plan: dict[str, Any]) -> None:
         rows.append(row("", "usable", stage["usable_nbytes"]))
     if plan["host_nbytes"]:
         rows.append(row("host RAM", "experts", plan["host_nbytes"]))
+        if plan["host_usable_nbytes"] is not None:
+            rows.append(row("", "usable", plan["host_usable_nbytes"]))
     print_table(rows, right=("MiB",))
     print(
         f"\nchosen: -c {choice['n_ctx']} -b {choice['n_batch']} -ub {choice['n_ubatch']} "
@@ -122,15 +126,18 @@ def print_plan(plan: dict[str, Any]) -> None:
     for stage in plan["stages"]:
         if stage["units"]:
             n_units = sorted({len(units) for units in stage["units"].values()})
-            n_experts = max(n for units in stage["units"].values() for n in units)
+            units = " or ".join(plural(n, "unit") for n in n_units)
+            n_experts = max(n for experts in stage["units"].values() for n in experts)
+            slots = f"{plural(choice['prefetch_slots'], 'slot')} of {stage['slot_nbytes'] / MIB:.1f} MiB"
             print(
-                f"ring of {stage['device']}: {choice['prefetch_slots']} slots of {stage['slot_nbytes'] / MIB:.1f} MiB; "
-                f"a layer's experts pass in {' or '.join(map(str, n_units))} units of up to {n_experts} experts"
+                f"ring of {stage['device']}: {slots}; "
+                f"a layer's experts pass in {units} of up to {plural(n_experts, 'expert')}"
             )
     if bus["n_layer"]:
         print(
             f"bus: {bus['batch_nbytes'] / MIB:.1f} MiB for each {choice['n_batch']} tokens of a prompt (all experts of "
-            f"{bus['n_layer']} layers, once); {bus['token_nbytes'] / MIB:.1f} MiB for a generated token (the used ones)"
+            f"{plural(bus['n_layer'], 'layer')}, once); "
+            f"{bus['token_nbytes'] / MIB:.1f} MiB for a generated token (the used ones)"
         )
     for note in plan["notes"]:
         print(f"note: {note}")

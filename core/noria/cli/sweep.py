@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, cast
 
-from noria.cli.engine import add_engine_arguments
+from noria.cli.flags import add_engine_arguments
 
 WHOLE = ("override_tensor", "timeline")  # flags whose values may have commas of their own
 
@@ -33,7 +33,7 @@ class Configuration:
 def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     """The engine flags, each of which takes a comma list here; the devices of one configuration are joined by `/`."""
     n_before = len(parser._actions)  # argparse has no public way to the flags that a function has added
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, fallback=False)
     for action in parser._actions[n_before:]:
         if action.dest == "device":
             action.metavar = "ID[/ID]"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 
 from noria.api.errors import ConfigError
-from noria.cli.engine import count
+from noria.cli.arguments import count, file_path
 from noria.cli.output import ProgressBar, print_note, size_text
 from noria.gguf.presets import PRESETS, Preset
 from noria.gguf.quant_mix import QUANTS
@@ -41,18 +40,20 @@ quants: {", ".join(QUANTS)}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("preset", metavar="PRESET", help="whose shapes; see above")
-    parser.add_argument("output", type=Path, metavar="OUT.gguf", help="file to write")
-    parser.add_argument("--layers", type=count, metavar="N", help="instead of the preset's")
+    parser.add_argument("output", type=file_path, metavar="OUT.gguf", help="file to write")
+    parser.add_argument("--layers", type=count, metavar="N", help="number of layers (default: the preset's)")
     parser.add_argument(
         "--quant", type=str.upper, default="Q4_K_M", metavar="MIX", help="quantization mix (default: Q4_K_M)"
     )
-    parser.add_argument("--vocab", type=Path, metavar="FILE.gguf", help="copy the tokenizer of this model")
-    parser.add_argument("-s", "--seed", type=count, default=0, metavar="N", help="of the weights (default: 0)")
+    parser.add_argument("--vocab", type=file_path, metavar="FILE.gguf", help="copy the tokenizer of this model")
+    parser.add_argument("-s", "--seed", type=count, default=0, metavar="N", help="seed of the weights (default: 0)")
     parser.add_argument("--sparse", action="store_true", help="a hole in place of the weights")
     parser.add_argument("--force", action="store_true", help="overwrite the file if it exists")
 
 
 def main(args: argparse.Namespace) -> int:
+    if args.output.is_dir():
+        raise ConfigError(f"{args.output} is a folder; name a file in it.")
     if args.output.exists() and not args.force:
         raise ConfigError(f"{args.output} exists; --force overwrites it.")
     progress = ProgressBar()

@@ -115,12 +115,11 @@ class Tokenizer:
         """
         model = str(metadata.get("tokenizer.ggml.model", "none"))
         if model in _NO_TOKENIZER:
-            raise ModelError(f"this file has no tokenizer (tokenizer.ggml.model is '{model}'); give token ids instead.")
+            raise ModelError(f"this file has no tokenizer (tokenizer.ggml.model is '{model}').")
         if model != "gpt2":
             family = _OTHER_FAMILIES.get(model, "an unknown family")
             raise ModelError(
-                f"tokenizer.ggml.model is '{model}' ({family}); only byte-level BPE ('gpt2') is supported. "
-                f"Give token ids instead of text."
+                f"tokenizer.ggml.model is '{model}' ({family}); only byte-level BPE ('gpt2') is supported."
             )
         name = str(metadata.get("tokenizer.ggml.pre", ""))
         if name not in PRE_TOKENIZERS:
