@@ -25,7 +25,9 @@ class DeviceCaps:
         activation_type: type in which intermediate activations are fastest ("F32", "F16", "BF16").
         kv_types: types in which attention can read the KV cache.
         table_unit: bytes that one step of an `ExpertTable` offset stands for (>= 16).
-        copy_alignment: offsets and sizes of copies are multiples of this many bytes.
+        copy_alignment: offsets in device memory and sizes of copies are multiples of this many bytes; host memory may
+            be copied from and to any offset, and a copy that ends with one of its two buffers may have any size. It
+            divides `table_unit` and `buffer_alignment`, so what is copied beyond an end is padding.
         buffer_alignment: offsets of tensors inside a buffer are multiples of this many bytes.
         max_buffer_nbytes: largest single allocation.
         max_buffers: how many allocations may live at once; None = no limit.

@@ -71,6 +71,8 @@ class BackendError(NoriaError):
 class BackendNotFound(BackendError):
     """No plugin offers a backend or device of this name."""
 
+    exit_code = 2
+
     def __init__(self, name: str, known: list[str], hint: str = "") -> None:
         self.name, self.known = name, known
         text = f"no backend or device '{name}'; there are: {', '.join(known) or 'none'}."

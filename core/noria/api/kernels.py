@@ -39,6 +39,8 @@ class Kernels:
         """Scratch bytes the op needs for this query. Grows with `n_rows` and `dims`, so the largest tile bounds all."""
         if query.op is Op.EXPERT_FFN and not self.supports(query).usable:
             return sum(_parts_nbytes(self, query))
+        if query.op is Op.MATMULS and not self.supports(query).usable:
+            return self.scratch_nbytes(replace(query, op=Op.MATMUL))
         return align_up(self._scratch_nbytes(query), self.device.caps.buffer_alignment)
 
     def _scratch_nbytes(self, query: OpQuery) -> int:
@@ -284,6 +286,75 @@ class Kernels:
         query = OpQuery(op=Op.TOP_K, n_rows=logits.shape[0], dims=(logits.shape[1], ids.shape[1]))
         args = {"values": values, "ids": ids, "logits": logits, "scratch": scratch}
         self.dispatch(queue, query, [logits.span], _with(scratch, values.span, ids.span), args)
+
+    @final
+    def matmuls(
+        self,
+        queue: Queue,
+        outs: Sequence[Tensor],
+        ws: Sequence[Tensor],
+        x: Tensor,
+        *,
+        biases: Sequence[Tensor | None],
+        scratch: Span | None = None,
+    ) -> None:
+        """outs[i] = x @ ws[i].T + biases[i]: several products with one input, such as q, k and v.
+
+        A composite with a default in terms of matmul; a backend may fuse it, with the bits of that. Support is asked
+        for each of `ws`, of which each is as in `matmul`.
+        """
+        queries = [OpQuery(op=Op.MATMULS, type=w.type, activation=x.type, n_rows=x.n_rows, dims=w.shape) for w in ws]
+        if not all(self.supports(query).usable for query in queries):
+            for out, w, bias in zip(outs, ws, biases, strict=True):
+                self.matmul(queue, out, w, x, bias=bias, scratch=scratch)
+            return
+        for out, w in zip(outs, ws, strict=True):
+            self._check(Op.MATMULS, n_in=(x.shape[-1], w.shape[1]), n_out=(out.shape[-1], w.shape[0]))
+        reads = [x.span, *(w.span for w in ws), *(bias.span for bias in biases if bias is not None)]
+        args = {"outs": outs, "ws": ws, "x": x, "biases": biases, "scratch": scratch}
+        self.dispatch(queue, queries[0], reads, _with(scratch, *(out.span for out in outs)), args)
+
+    @final
+    def rope_store(
+        self,
+        queue: Queue,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: KVView,
+        positions: Tensor,
+        params: RopeParams,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+        freq_factors: Tensor | None = None,
+    ) -> None:
+        """Turn q and k by position, each head normalized first where it has weights for that; store K and V.
+
+        What comes between the projections and attention. A composite with a default in terms of rms_norm, rope and
+        kv_store; a backend may fuse it, rounding where these round. q is changed in place; k may hold anything
+        afterwards. V must not be a part of K in the cells.
+
+        q: activations [n, n_head, d_k]; k: [n, n_head_kv, d_k]; v: [n, n_head_kv, d_v]; q_norm, k_norm: F32 [d_k].
+        """
+        self._check(Op.ROPE_STORE, rows=(q.shape[0], positions.shape[0]), d_k=(q.shape[2], kv.d_k))
+        dims = (q.shape[1], kv.n_head_kv, kv.d_k, kv.d_v, params.n_dims)
+        query = OpQuery(
+            op=Op.ROPE_STORE, type=kv.k_type, type2=kv.v_type, activation=q.type, n_rows=q.shape[0], dims=dims
+        )
+        if not self.supports(query).usable:
+            for x, weight in ((q, q_norm), (k, k_norm)):
+                if weight is not None:
+                    self.rms_norm(queue, x, x, weight, eps)
+                self.rope(queue, x, positions, params, freq_factors)
+            self.kv_store(queue, kv, k, v, positions)
+            return
+        reads = [q.span, k.span, v.span, positions.span]
+        reads += [tensor.span for tensor in (q_norm, k_norm, freq_factors) if tensor is not None]
+        args = {"q": q, "k": k, "v": v, "kv": kv, "positions": positions, "params": params}
+        args |= {"q_norm": q_norm, "k_norm": k_norm, "eps": eps, "freq_factors": freq_factors}
+        self.dispatch(queue, query, reads, [q.span, k.span, kv.span], args)
 
     @final
     def expert_ffn(

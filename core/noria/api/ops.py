@@ -23,7 +23,10 @@ class Op(StrEnum):
     GLU = "glu"
     COMBINE = "combine"
     TOP_K = "top_k"
-    EXPERT_FFN = "expert_ffn"  # composite: has a default in terms of the others
+    # Composites, which have defaults in terms of the others.
+    MATMULS = "matmuls"
+    ROPE_STORE = "rope_store"
+    EXPERT_FFN = "expert_ffn"
 
 
 class Support(StrEnum):
@@ -44,13 +47,15 @@ class OpQuery:
     """One op with the types and sizes it would run with. Hashable: answers may be cached.
 
     Attributes:
-        type: of the weights (get_rows, matmul, mul_mat_id, expert_ffn), of K (kv_store, attention), else of the input.
-        type2: second type: of V (kv_store, attention), of `down` (expert_ffn).
+        type: of the weights (get_rows, matmul, matmuls, mul_mat_id, expert_ffn), of K (kv_store, attention,
+            rope_store), else of the input.
+        type2: second type: of V (kv_store, attention, rope_store), of `down` (expert_ffn).
         activation: type of the activations that go in.
         n_rows: tokens or rows that go in.
-        dims: get_rows (n_vocab, n_embd); matmul (n_out, n_in); attention, kv_store (n_head, n_head_kv, d_k, d_v, n_kv);
-            rope (n_head, head_dim); route_topk, sort_rows (n_expert, n_expert_used); mul_mat_id
-            (n_expert, n_out, n_in); expert_ffn (n_expert, n_ff, n_embd); top_k (n_vocab, k); others (width,).
+        dims: get_rows (n_vocab, n_embd); matmul, matmuls (n_out, n_in); attention, kv_store (n_head, n_head_kv, d_k,
+            d_v, n_kv); rope (n_head, head_dim); rope_store (n_head, n_head_kv, d_k, d_v, n_dims of RoPE); route_topk,
+            sort_rows (n_expert, n_expert_used); mul_mat_id (n_expert, n_out, n_in); expert_ffn (n_expert, n_ff,
+            n_embd); top_k (n_vocab, k); others (width,).
     """
 
     op: Op

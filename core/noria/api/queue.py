@@ -130,7 +130,7 @@ class Queue(ABC):
         self.submit("d2d", [src], [dst], lambda: self._copy_d2d(dst, src))
 
     def _check_copy(self, dst: Span, src: Span, dst_kind: type, src_kind: type) -> None:
-        where = self.device.info.id
+        where, unit = self.device.info.id, self.device.caps.copy_alignment
         if dst.nbytes != src.nbytes:
             raise TransferError(where, f"copy of {src.nbytes} bytes into {dst.nbytes} bytes of {dst.buffer!r}")
         for span, kind in ((dst, dst_kind), (src, src_kind)):
@@ -140,6 +140,11 @@ class Queue(ABC):
                 raise TransferError(where, f"{span.buffer!r} has been freed")
             if not self.device.caps.region_copy and (span.offset or span.nbytes != span.buffer.nbytes):
                 raise TransferError(where, f"this device copies whole buffers only, not a part of {span.buffer!r}")
+            if isinstance(span.buffer, DeviceBuffer) and span.offset % unit:
+                raise TransferError(where, f"copy at offset {span.offset} of {span.buffer!r}, no multiple of {unit}")
+        if dst.nbytes % unit and all(span.end != span.buffer.nbytes for span in (dst, src)):
+            text = f"copy of {dst.nbytes} bytes, no multiple of {unit}, that ends inside {dst.buffer!r} and its source"
+            raise TransferError(where, text)
         if isinstance(dst.buffer, HostBuffer) and not dst.buffer.array().flags.writeable:
             raise TransferError(where, f"{dst.buffer!r} is read-only memory")
 

@@ -34,15 +34,17 @@ class Decoder(Model):
     def attention(self, g: Graph, layer: int, h: Tensor, positions: Tensor, kv: KVView, n_kv: int) -> None:
         p, blk, n = self.hparams, f"blk.{layer}", h.shape[0]
         x = g.rms_norm(h, f"{blk}.attn_norm", p.rms_eps)  # [n, n_embd]
-        q = g.linear(x, f"{blk}.attn_q").reshape(n, p.n_head, p.head_dim)
-        k = g.linear(x, f"{blk}.attn_k").reshape(n, p.n_head_kv, p.head_dim)
-        v = g.linear(x, f"{blk}.attn_v").reshape(n, p.n_head_kv, p.head_dim_v)
-        if self.qk_norm:
-            q = g.rms_norm(q, f"{blk}.attn_q_norm", p.rms_eps, out=q)
-            k = g.rms_norm(k, f"{blk}.attn_k_norm", p.rms_eps, out=k)
-        g.rope(q, positions, self.rope_params, "rope_freqs.weight")
-        g.rope(k, positions, self.rope_params, "rope_freqs.weight")
-        o = g.attend(q, k, v, kv, positions, n_kv=n_kv, scale=p.attention_scale)  # [n, n_head * head_dim_v]
+        q, k, v = g.linears(x, f"{blk}.attn_q", f"{blk}.attn_k", f"{blk}.attn_v")
+        q, k = q.reshape(n, p.n_head, p.head_dim), k.reshape(n, p.n_head_kv, p.head_dim)
+        v = v.reshape(n, p.n_head_kv, p.head_dim_v)
+        g.rope_store(
+            *(q, k, v, kv, positions, self.rope_params),
+            q_norm=f"{blk}.attn_q_norm.weight" if self.qk_norm else None,
+            k_norm=f"{blk}.attn_k_norm.weight" if self.qk_norm else None,
+            freq_factors="rope_freqs.weight",
+            eps=p.rms_eps,
+        )
+        o = g.attend(q, kv, positions, n_kv=n_kv, scale=p.attention_scale)  # [n, n_head * head_dim_v]
         g.linear_add(h, o, f"{blk}.attn_output")
 
     def moe(self, layer: int) -> MoeSpec | None:

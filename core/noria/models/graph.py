@@ -80,20 +80,44 @@ class Graph:
         self.kernels.matmul(self.queue, out, w, x, bias=self.weights.get(f"{name}.bias"), scratch=self.scratch)
         return out
 
+    def linears(self, x: Tensor, *names: str) -> list[Tensor]:
+        """`linear` by each of these names."""
+        ws = [self.weight(f"{name}.weight") for name in names]
+        outs = [self.new(x.shape[0], w.shape[0]) for w in ws]
+        biases = [self.weights.get(f"{name}.bias") for name in names]
+        self.kernels.matmuls(self.queue, outs, ws, x, biases=biases, scratch=self.scratch)
+        return outs
+
     def linear_add(self, h: Tensor, x: Tensor, name: str) -> None:
         """h += linear(x): the end of a residual branch. h: F32 [n, n_embd]."""
         w, bias = self.weight(f"{name}.weight"), self.weights.get(f"{name}.bias")
         self.kernels.matmul(self.queue, h, w, x, bias=bias, accumulate=True, scratch=self.scratch)
 
-    def rope(self, x: Tensor, positions: Tensor, params: RopeParams, freq_factors: str) -> None:
-        """In place. x: [n, n_head, head_dim]."""
-        self.kernels.rope(self.queue, x, positions, params, self.weights.get(freq_factors))
+    def rope_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: KVView,
+        positions: Tensor,
+        params: RopeParams,
+        *,
+        q_norm: str | None,
+        k_norm: str | None,
+        freq_factors: str,
+        eps: float,
+    ) -> None:
+        """Normalize each head of q and k by the weights of these names, turn them in place, store k and v."""
+        self.kernels.rope_store(
+            *(self.queue, q, k, v, kv, positions, params),
+            q_norm=None if q_norm is None else self.weight(q_norm),
+            k_norm=None if k_norm is None else self.weight(k_norm),
+            eps=eps,
+            freq_factors=self.weights.get(freq_factors),
+        )
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: KVView, positions: Tensor, *, n_kv: int, scale: float
-    ) -> Tensor:
-        """Store k and v, attend with q: [n, n_head, d_k] -> [n, n_head * d_v]."""
-        self.kernels.kv_store(self.queue, kv, k, v, positions)
+    def attend(self, q: Tensor, kv: KVView, positions: Tensor, *, n_kv: int, scale: float) -> Tensor:
+        """Attend with q over what is stored: [n, n_head, d_k] -> [n, n_head * d_v]."""
         out = self.new(q.shape[0], q.shape[1], kv.d_v)
         self.kernels.attention(self.queue, out, q, kv, positions, n_kv=n_kv, scale=scale, scratch=self.scratch)
         return out.reshape(q.shape[0], q.shape[1] * kv.d_v)

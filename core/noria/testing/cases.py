@@ -159,6 +159,33 @@ KV_STORE = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeStoreCase:
+    cells: AttentionCase
+    params: RopeParams
+    norm: bool = True
+    factors: bool = False
+
+    def __str__(self) -> str:
+        text = f"{self.cells}-rope{self.params.n_dims}{'neox' if self.params.neox else ''}"
+        return text + "".join(f"-{name}" for name in ("norm", "factors") if getattr(self, name))
+
+
+_NEOX, _PAIRS = (RopeParams(n_dims=64, base=1e6, neox=neox) for neox in (True, False))
+MATMULS = (("Q4_K", "Q4_K", "Q6_K"), ("F16", "IQ4_XS", "Q8_0"), ("Q5_K", "Q5_K"))
+ROPE_STORE = (
+    *(RopeStoreCase(cells=AttentionCase(n_rows=n), params=params) for n in (1, 33) for params in (_NEOX, _PAIRS)),
+    *(RopeStoreCase(cells=AttentionCase(n_rows=1, k_type=t, v_type=t), params=_NEOX) for t in KV_TYPES),
+    RopeStoreCase(
+        cells=AttentionCase(n_rows=3, n_head=32, n_head_kv=4, d_k=128, d_v=128),
+        params=RopeParams(n_dims=128, base=1e6, neox=True),
+    ),
+    RopeStoreCase(cells=AttentionCase(n_rows=3, d_k=192, d_v=128), params=_NEOX, norm=False, factors=True),
+    RopeStoreCase(cells=AttentionCase(n_rows=3, d_k=96, d_v=96), params=_PAIRS, norm=False, factors=True),
+    RopeStoreCase(cells=AttentionCase(n_rows=3), params=RopeParams(n_dims=32, base=1e4, neox=True, scale=0.25)),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RouterCase:
     n_tokens: int
     n_expert: int

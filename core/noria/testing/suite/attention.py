@@ -10,13 +10,15 @@ from noria.api import BufferUsage, KVView, Op, align_up
 from noria.gguf import row_nbytes
 from noria.runtime.kv_cache import ROW_ALIGNMENT
 from noria.testing import cases, expected
-from noria.testing.accuracy import SUM_NMSE, assert_close, assert_same_bits, nmse
+from noria.testing.accuracy import ELEMENT_NMSE, SUM_NMSE, assert_close, assert_same_bits, nmse
 from noria.testing.bench import POISON, Bench
 from noria.testing.blocks import decode, encode, rounded
 from noria.testing.fixtures import ConformanceSuite
 
 # Where K and V have 16 bits or fewer, matrix units may round q and the weights of the softmax to 16 bits too.
 NARROW_KV_NMSE = 1e-6
+ROPE_NMSE = 1e-8  # f32 angles of some hundred radians are known to 1e-5
+EPS = 1e-6
 
 
 class Cells:
@@ -79,7 +81,7 @@ def require_kv_types(bench: Bench, case: cases.AttentionCase) -> None:
 
 
 class AttentionCases(ConformanceSuite):
-    """attention and kv_store. Cells that no row may see hold NaN."""
+    """attention, kv_store and rope_store. Cells that no row may see hold NaN."""
 
     @pytest.mark.parametrize("case", cases.ATTENTION, ids=str)
     def test_attention(self, bench: Bench, rng: np.random.Generator, case: cases.AttentionCase) -> None:
@@ -141,6 +143,42 @@ class AttentionCases(ConformanceSuite):
                 limit = 1.05 * nmse(best.astype(np.float64), want)
                 error = nmse(got.astype(np.float64), want)
                 assert error <= limit, f"{name}: NMSE {error:.2e} after rounding to {type}, gguf's is {limit:.2e}"
+
+    @pytest.mark.parametrize("case", cases.ROPE_STORE, ids=str)
+    def test_rope_store(self, bench: Bench, rng: np.random.Generator, case: cases.RopeStoreCase) -> None:
+        """Heads are normalized and turned, and stored no worse than rounded; other cells keep their bytes."""
+        c = case.cells
+        require_kv_types(bench, c)
+        cells = Cells(c, 50)
+        positions = np.arange(11, 11 + c.n_rows, dtype=np.int32)
+        q, k = (bench.normal(rng, c.n_rows, n, c.d_k) for n in (c.n_head, c.n_head_kv))
+        v = bench.normal(rng, c.n_rows, c.n_head_kv, c.d_v)
+        norms = [rng.normal(1, 0.3, c.d_k).astype(np.float32) if case.norm else None for _ in "qk"]
+        factors = rng.uniform(1, 4, case.params.n_dims // 2).astype(np.float32) if case.factors else None
+        tensors = [None if values is None else bench.tensor(values) for values in (*norms, factors)]
+        tq, kv = bench.act(q), cells.view(bench)
+        bench.op(
+            Op.ROPE_STORE,
+            *(tq, bench.act(k), bench.act(v), kv, bench.tensor(positions, "I32"), case.params),
+            q_norm=tensors[0],
+            k_norm=tensors[1],
+            eps=EPS,
+            freq_factors=tensors[2],
+        )
+        want = [
+            expected.rope(x if w is None else expected.rms_norm(x, w, EPS), positions, case.params, factors)
+            for x, w in zip((q, k), norms, strict=True)
+        ]
+        before = cells.data
+        cells.data = bench.get(kv.span).reshape(before.shape)
+        others = np.setdiff1d(np.arange(50), positions)
+        assert np.array_equal(cells.data[others], before[others]), "cells that are not in `positions` have changed"
+        limit = max(2 * ELEMENT_NMSE[bench.activation], ROPE_NMSE)
+        assert_close(bench.read(tq), want[0], limit, "q")
+        kinds = ("k", c.k_type, want[1]), ("v", c.v_type, v.astype(np.float64))
+        for (name, type, values), stored in zip(kinds, cells.values(), strict=True):
+            of_type = nmse(rounded(values.astype(np.float32), type).astype(np.float64), values)
+            assert_close(stored[positions], values, limit + 1.2 * of_type, name)
 
     def test_kv_store_then_attention(self, bench: Bench, rng: np.random.Generator) -> None:
         """Token after token is stored and attends, by positions that a recorded program reads on the device."""

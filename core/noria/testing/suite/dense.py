@@ -88,6 +88,23 @@ class DenseCases(ConformanceSuite):
         bench.op(Op.MATMUL, out, tw, tx, bias=tbias, accumulate=case.accumulate)
         assert_close(bench.read(out), want, SUM_NMSE[bench.activation])
 
+    @pytest.mark.parametrize("n_rows", cases.N_ROWS)
+    @pytest.mark.parametrize("types", cases.MATMULS, ids="-".join)
+    def test_matmuls_have_the_bits_of_matmul(
+        self, bench: Bench, rng: np.random.Generator, types: tuple[str, ...], n_rows: int
+    ) -> None:
+        """Several products with one input are what they are one by one."""
+        sizes = (264, 72, 40)[: len(types)]
+        ws = [bench.weights(random_weights(rng, t, (n, 512))) for t, n in zip(types, sizes, strict=True)]
+        x = bench.act(bench.normal(rng, n_rows, 512))
+        biases = [bench.tensor(rng.normal(0, 1, n).astype(np.float32)) if i else None for i, n in enumerate(sizes)]
+        outs = [bench.out(n_rows, n) for n in sizes]
+        bench.op(Op.MATMULS, outs, ws, x, biases=biases)
+        for out, w, bias in zip(outs, ws, biases, strict=True):
+            alone = bench.out(*out.shape)
+            bench.op(Op.MATMUL, alone, w, x, bias=bias)
+            assert_same_bits(bench.read(out), bench.read(alone))
+
     def test_matmul_of_a_tile(self, bench: Bench, rng: np.random.Generator) -> None:
         """Rows in the middle of larger tensors, as a ubatch is of a batch: the other rows stay as they are."""
         w = random_weights(rng, "Q8_0", (64, 256))
