@@ -7,7 +7,7 @@
 #include "glu.cuh"
 
 constexpr int MAX_ROWS = 256;  // of a window
-constexpr int FLIGHT = 5;      // pieces a thread and matrix: 16 rows of 2048 weights of 4 bits are on their way together
+constexpr int FLIGHT = 5;      // pieces a thread and matrix: 16 rows of 2048 4-bit weights are on their way together
 
 DEVICE bool is_here(const int* where0, const int* where1, const int* where2, int expert) {
     return where0[expert] >= 0 && where1[expert] >= 0 && where2[expert] >= 0;

@@ -2,8 +2,8 @@
 // QUANT2, activations ACT and outputs OUT. Each number is the same sum in the same order as gemv_1's.
 #include "gemv.cuh"
 
-// out<i> [n_out<i>] = x @ W<i>.T + bias<i>, by the first n_block0 blocks, the next n_block1, and the others. `constant`:
-// no kernel writes the weights, so they may be read at once.
+// out<i> [n_out<i>] = x @ W<i>.T + bias<i>, by the first n_block0 blocks, the next n_block1, and the others.
+// `constant`: no kernel writes the weights, so they may be read at once.
 extern "C" __global__ void __launch_bounds__(128)
     gemv_3(OUT* out0, OUT* out1, OUT* out2, const u8* w0, const u8* w1, const u8* w2, const ACT* x, const float* bias0,
            const float* bias1, const float* bias2, int n_out0, int n_out1, int n_out2, int n_block0, int n_block1,
