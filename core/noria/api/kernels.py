@@ -170,8 +170,8 @@ class Kernels:
 
         Row i sees cells c with c <= positions[i] (and c > positions[i] - window); head h reads KV head
         h * n_head_kv / n_head. With `sinks` (F32 [n_head]) each head's softmax has one more term exp(sink) whose value
-        is zero. `n_kv` is the host's bound: no position is n_kv or more. Cells beyond a row's position may hold
-        anything.
+        is zero. `n_kv` is the host's bound: no position is n_kv or more; with several rows it is exact, one more than
+        the last position. Cells beyond a row's position may hold anything.
 
         q: activations [n, n_head, d_k]; out: [n, n_head, d_v]; positions: I32 [n], ascending by one.
         Source: Dao 2023, arXiv 2307.08691 (tiling with an online softmax).
