@@ -188,7 +188,7 @@ def test_a_group_that_fails_does_not_stop_the_others(
     assert harness.run("", (bad, good), tmp_path, argv) == 1
     out = capsys.readouterr().out
     assert "FAILED bad: noria bench" in out
-    assert "-c 1 is too short" in out
+    assert "the context of 1 tokens is too short" in out
     assert list(harness.load(tmp_path / "raw")) == ["good"]
 
 

@@ -279,4 +279,4 @@ def test_a_context_that_is_too_short_is_found_before_loading(bench: Noria, monke
     monkeypatch.setattr(Session, "__init__", lambda *args, **kwargs: pytest.fail("loaded"))
     result = bench("-p", 64, "-n", 0, "-c", 32)
     assert result.code == 2
-    assert "-c 32 is too short for a test of 64 tokens" in result.err
+    assert "the context of 32 tokens is too short for a test of 64 tokens" in result.err

@@ -6,6 +6,8 @@ A traceback that ends in anything outside this tree is a bug in noria.
 
 from __future__ import annotations
 
+from math import ceil
+
 MIB = 1024 * 1024
 
 
@@ -191,4 +193,4 @@ class DoesNotFit(ModelError):
 
     def __init__(self, device: str, shortfall: int, remedy: str, table: str) -> None:
         self.device, self.shortfall, self.remedy, self.table = device, shortfall, remedy, table
-        super().__init__(f"{table}\n{device}: the plan is {shortfall / MIB:.1f} MiB over. {remedy}")
+        super().__init__(f"{table}\n{device}: the plan is {ceil(shortfall / MIB * 10) / 10:.1f} MiB over. {remedy}")

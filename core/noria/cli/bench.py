@@ -149,7 +149,7 @@ def run_tests(
     n_longest = max(test.n_tokens for test in tests)
     n_ctx = n_longest if args.ctx_size is None else args.ctx_size
     if n_ctx < n_longest:
-        raise ConfigError(f"-c {n_ctx} is too short for a test of {plural(n_longest, 'token')}.")
+        raise ConfigError(f"the context of {n_ctx} tokens is too short for a test of {plural(n_longest, 'token')}.")
     with Engine(args) as engine:
         tokens = make_tokens(engine, n_longest, text)
         n_prompt = max(test.n_prompt for test in tests) or 1

@@ -32,7 +32,7 @@ class Finished:
         if self.code == 0:
             return ""
         if self.code is None:
-            return f"it took longer than {self.seconds:.0f} s and was stopped"
+            return f"it took longer than {self.seconds:.3g} s and was stopped"
         how = f"it was ended by {signal.Signals(-self.code).name}" if self.code < 0 else f"exit code {self.code}"
         said = self.stderr.partition(ERROR)[2] or self.stderr
         return said.strip().replace(ERROR, "") or how

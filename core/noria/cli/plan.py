@@ -65,6 +65,7 @@ def describe(file: ModelFile, model: Model, plan: MemoryPlan) -> dict[str, Any]:
             "type_k": c.type_k.lower(),
             "type_v": c.type_v.lower(),
             "prefetch_slots": c.n_slots,
+            "prefetch_flag": c.prefetch_flag,
         },
         "stages": [
             describe_stage(stage, capacity, p.n_expert)
@@ -121,7 +122,7 @@ def print_plan(plan: dict[str, Any]) -> None:
     print(
         f"\nchosen: -c {choice['n_ctx']} -b {choice['n_batch']} -ub {choice['n_ubatch']} "
         f"-ncmoe {choice['n_cpu_moe']} -ctk {choice['type_k']} -ctv {choice['type_v']} "
-        f"--prefetch-slots {choice['prefetch_slots']}"
+        f"{choice['prefetch_flag']}"
     )
     for stage in plan["stages"]:
         if stage["units"]:

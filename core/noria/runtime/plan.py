@@ -32,6 +32,11 @@ class Choice:
     type_k: str
     type_v: str
 
+    @property
+    def prefetch_flag(self) -> str:
+        """How a user asks for as many slots."""
+        return f"--prefetch-slots {self.n_slots}" if self.n_slots > 1 else "--prefetch off"
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedBuffer:
@@ -182,7 +187,7 @@ class MemoryPlan:
         c = self.choice
         lines = [
             f"memory plan (-c {c.n_ctx} -b {c.n_batch} -ub {c.n_ubatch} -ncmoe {c.n_cpu_moe} "
-            f"-ctk {c.type_k.lower()} -ctv {c.type_v.lower()} --prefetch-slots {c.n_slots}), MiB:"
+            f"-ctk {c.type_k.lower()} -ctv {c.type_v.lower()} {c.prefetch_flag}), MiB:"
         ]
         for stage, capacity in zip(self.stages, self.capacity, strict=True):
             layers = f"layers {stage.spec.layers[0]}-{stage.spec.layers[-1]}" if stage.spec.layers else "output"

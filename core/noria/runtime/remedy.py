@@ -29,7 +29,10 @@ def remedy(planner: Planner, over: Over) -> str:
     """A sentence with the smallest single change after which nothing is `over` any more, and all else still fits."""
     fitting = list(_changes(planner, over))
     if not fitting:
-        return "No single change makes it fit; use a smaller model or quantization, or a device with more memory."
+        return (
+            "No single change of batch, slots, context, KV types or offloaded layers makes it fit; leave layers on the "
+            "host (-ngl), drop -ot, or use a smaller model or quantization."
+        )
     return f"The smallest single change that fits: {min(fitting, key=lambda change: change[0])[1]}."
 
 
