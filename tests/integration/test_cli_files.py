@@ -136,6 +136,7 @@ def test_arrays(tmp_path: Path) -> None:
     [
         ("", "--tokens '' is empty; give ids like 1,2,3"),
         ("1.5", "--tokens 1.5: neither ids like 1,2,3 nor a file that holds them."),
+        ("1,,2", "--tokens 1,,2: neither ids like 1,2,3 nor a file that holds them."),
         ("9" * 20, "neither ids like 1,2,3 nor a file"),
         ("9" * 12, "an id is negative or too large"),
         ("3,-1", "an id is negative or too large"),

@@ -284,3 +284,9 @@ def test_an_impossible_default_is_a_warning(
     [warning] = [record.getMessage() for record in caplog.records]
     assert "plugin 'site' (sitedist 1.0)" in warning
     assert text in warning
+
+
+def test_an_order_that_auto_cannot_follow_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    PluginManager(config_of(order=["sim"]))
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert "plugins.order: auto never takes 'sim'" in warning

@@ -103,6 +103,12 @@ def test_a_file_that_is_not_text(places: dict[str, Path]) -> None:
         load_config()
 
 
+def test_a_folder_of_that_name_is_not_passed_over(places: dict[str, Path]) -> None:
+    places["current folder"].mkdir()
+    with pytest.raises(ConfigError, match=r"^plugins\.toml \(from current folder\) cannot be read: Is a directory"):
+        load_config()
+
+
 def test_a_whole_number_is_a_float_where_one_is_wanted() -> None:
     config = parse_config({"backends": {"sim": {"options": {"jitter": 1}}}})
     specs = PluginManager(config, external=False).backends

@@ -133,7 +133,11 @@ def parse_arms(texts: list[str], common: tuple[Flag, ...]) -> list[Arm]:
         try:
             flags = tuple(flags_of(parser.parse_args(shlex.split(own))))
         except ValueError as error:  # a ConfigError, too
-            raise ConfigError(f"--arm '{text}': {error}; an arm is 'NAME: FLAGS' or 'FLAGS'.") from error
+            why = str(error).rstrip(".")
+            raise ConfigError(
+                f"--arm '{text}': {why}. An arm is 'NAME: FLAGS' or 'FLAGS', with the flags that choose a model, a "
+                "device and a plan; what to measure (-p, -n, -r) is given beside --arm, once for all arms."
+            ) from error
         if name in [arm.name for arm in arms]:
             raise ConfigError(f"two arms have the name '{name}'.")
         kinds = {flag.kind for flag in flags} - {""}

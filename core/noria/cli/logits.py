@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +93,8 @@ def read_tokens(text: str) -> Ids:
     else:
         try:
             words = path.read_text(encoding="utf-8") if os.path.isfile(path) else text
-            values = np.array([int(word) for word in words.replace(",", " ").split()], np.int64)
+            ids = re.split(r"\s*,\s*|\s+", words.strip()) if words.strip() else []
+            values = np.array([int(word) for word in ids], np.int64)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"--tokens {text}: neither ids like 1,2,3 nor a file that holds them.") from error
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):

@@ -128,7 +128,7 @@ def load_config(explicit: Path | None = None) -> Config:
         ConfigError: it cannot be read or something in it is wrong; also if a file that was named does not exist.
     """
     for path, found_by, named in _places(explicit):
-        if named or path.is_file():
+        if named or path.exists():
             return parse_config(_read(path, found_by), path=path, found_by=found_by)
     return Config()
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import pluggy
 
+from noria.api.backend import DeviceKind
 from noria.api.errors import ConfigError, PluginConflict, PluginError, PluginLoadError
 from noria.plugins import hookspecs
 from noria.plugins.config import Config, backend_options, did_you_mean, trace_plugins
@@ -235,6 +236,8 @@ class PluginManager:
                 known = [*self.backends, *sorted(missing)]
                 hint = did_you_mean(name, known) or f"There are: {', '.join(known)}."
                 logger.warning("%s: plugins.order: no backend is named '%s'. %s", where, name, hint)
+            elif name in self.backends and self.backends[name].kind is DeviceKind.SIMULATED:
+                logger.warning("%s: plugins.order: auto never takes '%s', which is simulated; name it.", where, name)
         self._check_values(self.config, where)
 
     def _check_values(self, config: Config, where: str) -> None:
