@@ -15,7 +15,7 @@ from noria.builtin.reference.kernels import ReferenceKernels
 from noria.experts import Decision, Movement
 from noria.gguf import ModelFile, open_model
 from noria.models import qwen3moe
-from noria.runtime import EngineConfig, LoadMode, Session
+from noria.runtime import EngineConfig, LoadMode, Session, Timeline
 from noria.runtime.scheduler import StageRunner
 
 TOKENS = [1, 40, 7, 200, 12, 9]
@@ -126,3 +126,18 @@ def test_a_policy_that_chooses_the_impossible_is_named(file: ModelFile, device: 
     session = Session(file, qwen3moe.build(file), [device], open_reference, config, policies=policies)
     with pytest.raises(PluginError, match=f"chose {movement} for layer 0"):
         session.forward(TOKENS)
+
+
+@pytest.mark.parametrize(("prefetch", "waits"), [("whole", []), ("selective", ["wait for routing"])])
+def test_a_prompt_waits_for_the_device_at_its_end_only(
+    file: ModelFile, device: Device, prefetch: str, waits: list[str]
+) -> None:
+    """Experts that are fetched selectively cost a wait in each of their layers, and nothing else does."""
+    timeline = Timeline()
+    config = EngineConfig(n_ctx=64, n_batch=4, n_ubatch=2, n_cpu_moe=99, prefetch=prefetch)
+    with Session(file, qwen3moe.build(file), [device], open_reference, config, timeline=timeline) as session:
+        session.forward(TOKENS[:4])
+        names = [span.name for span in timeline.spans() if span.lane == "host/scheduler"]
+        layers = session.model.hparams.n_layer
+    assert [n for n in names if n.startswith("wait")] == waits * layers + ["wait for logits"]
+    assert [n for n in names if n.startswith("enqueue")] == [f"enqueue layer {i}" for i in range(layers)]

@@ -7,6 +7,7 @@ device but reading back results, and the routing where experts are fetched selec
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -171,35 +172,41 @@ class StageRunner:
                 stage.routing(layer, n).host_view(np.int32)[:] = batch.forced[layer].reshape(-1)
 
     def _layers(self, batch: Batch, decisions: Decisions, n_kv: int) -> None:
-        stage, model, g = self.stage, self.stage.model, self.stage.graph
-        n, n_ubatch = batch.n_tokens, stage.choice.n_ubatch
+        stage, n = self.stage, batch.n_tokens
         if stage.plan.spec.embed:
-            model.embed(g, stage.hidden.rows(0, n), stage.tokens.rows(0, n))
+            stage.model.embed(stage.graph, stage.hidden.rows(0, n), stage.tokens.rows(0, n))
         for layer in stage.layers:
-            start = self._mark()
-            moe = stage.moes.get(layer)
-            if batch.forced is not None and moe is not None:
-                stage.copy_in(stage.rows(n, layer).ids.span, stage.routing(layer, n))
-            for first in range(0, n, n_ubatch):
-                end = min(first + n_ubatch, n)
-                h, positions = stage.hidden.rows(first, end), stage.positions.rows(first, end)
-                with g.workspace.scope():
-                    bound = n_kv if end == n else batch.first_position + end
-                    model.attention(g, layer, h, positions, stage.kv[layer], bound)
-                with g.workspace.scope():
-                    if moe is None:
-                        model.ffn(g, layer, h)
-                        continue
-                    rows = stage.rows(n, layer)
-                    ids, weights = rows.ids.rows(first, end), rows.weights.rows(first, end)
-                    x = stage.x(n).rows(first, end)
-                    model.route(g, layer, h, x, ids, weights, forced=batch.forced is not None)
-            self._span(f"layer {layer} attention and router" if moe else f"layer {layer}", start)
-            if moe is not None:
-                self._experts(layer, batch, decisions)
+            with self._host(f"enqueue layer {layer}"):
+                self._layer(layer, batch, n_kv)
+                if layer in stage.moes:
+                    self._experts(layer, batch, decisions)
         if stage.plan.spec.output and not batch.logits_all:
             self._output(n - 1, n)
         stage.fetch_counts()
+
+    def _layer(self, layer: int, batch: Batch, n_kv: int) -> None:
+        """Everything of a layer but its experts, ubatch by ubatch."""
+        stage, model, g = self.stage, self.stage.model, self.stage.graph
+        n, n_ubatch = batch.n_tokens, stage.choice.n_ubatch
+        start = self._mark()
+        moe = stage.moes.get(layer)
+        if batch.forced is not None and moe is not None:
+            stage.copy_in(stage.rows(n, layer).ids.span, stage.routing(layer, n))
+        for first in range(0, n, n_ubatch):
+            end = min(first + n_ubatch, n)
+            h, positions = stage.hidden.rows(first, end), stage.positions.rows(first, end)
+            with g.workspace.scope():
+                bound = n_kv if end == n else batch.first_position + end
+                model.attention(g, layer, h, positions, stage.kv[layer], bound)
+            with g.workspace.scope():
+                if moe is None:
+                    model.ffn(g, layer, h)
+                    continue
+                rows = stage.rows(n, layer)
+                ids, weights = rows.ids.rows(first, end), rows.weights.rows(first, end)
+                x = stage.x(n).rows(first, end)
+                model.route(g, layer, h, x, ids, weights, forced=batch.forced is not None)
+        self._span(f"layer {layer} attention and router" if moe else f"layer {layer}", start)
 
     # --- experts -------------------------------------------------------------------------------------------------
 
@@ -224,7 +231,7 @@ class StageRunner:
         assert stage.store is not None
         stage.fetch_counts(layer)
         routing = stage.queue.record("routing")
-        routing.wait()
+        self._await(routing)
         used = np.flatnonzero(stage.read_counts()[list(stage.moes).index(layer)]).tolist()
         experts = stage.store.layers[layer]
         units = [Unit(layer=experts, experts=group) for group in split_used(used, stage.capacity(layer))]
@@ -283,7 +290,7 @@ class StageRunner:
         stage = self.stage
         span = stage.hop(n)
         stage.copy_out(span, stage.hidden.rows(0, n).span)
-        stage.queue.record("hidden").wait()
+        self._await(stage.queue.record("hidden"))
         return span.host_view(np.float32).reshape(n, -1).copy()
 
     def logits(self, n: int, every: bool) -> npt.NDArray[np.float32]:
@@ -291,13 +298,13 @@ class StageRunner:
         stage, n_vocab = self.stage, self.stage.model.hparams.n_vocab
         host = stage.logits.span().host_view(np.float32).reshape(-1, n_vocab)
         if not every:
-            stage.queue.record("logits").wait()
+            self._await(stage.queue.record("logits"))
             return host[:1].copy()
         out = np.empty((n, n_vocab), np.float32)
         for first in range(0, n, stage.plan.n_logits):
             end = min(first + stage.plan.n_logits, n)
             self._output(first, end)
-            stage.queue.record("logits").wait()
+            self._await(stage.queue.record("logits"))
             out[first:end] = host[: end - first]
         return out
 
@@ -329,6 +336,13 @@ class StageRunner:
                 experts = stage.store.layers[layer]
                 counters.gather_nbytes += n_used * experts.nbytes // experts.n_expert
         stage.meter.settle(inline=stage.ring is not None and stage.ring.inline)
+
+    def _await(self, event: Event) -> None:
+        with self._host(f"wait for {event.label}"):
+            event.wait()
+
+    def _host(self, name: str) -> AbstractContextManager[object]:
+        return nullcontext() if self.timeline is None else self.timeline.host(name, lane="scheduler")
 
     def _mark(self) -> Event | None:
         return self.stage.queue.record() if self.timeline is not None else None
