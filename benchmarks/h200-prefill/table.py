@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -50,8 +51,22 @@ def ab_line(off: Row, ring: Row) -> list[str]:
     return [f"{n_ubatch:,}", f"{n_prompt:,}", f"{tok_s(off):,.0f}", f"{tok_s(ring):,.0f}", f"{gain:.2f}x", *idle]
 
 
+def load_lines(record: Row) -> str:
+    lines = [[f"`{mode}`", f"{median(times):.2f}"] for mode, times in record["samples_s"].items()]
+    return markdown(("`--load-mode`", "s from the start of the process to the first logits"), lines)
+
+
+def timeline_line(record: Row) -> str:
+    return (
+        f"Timeline of {record['n_prompt']:,} tokens: the host had enqueued everything after "
+        f"{record['enqueued_ms']:.1f} ms, the device was done after {record['computed_ms']:.1f} ms; "
+        f"the host waited {len(record['waits'])} times ({', '.join(record['waits'])})."
+    )
+
+
 def make_table(raw: Path) -> str:
     rows = load(raw)
+    loading, timeline = rows.pop("load", None), rows.pop("timeline", None)
     if not rows:
         return NO_DATA
     parts = [measured_on(rows.values())]
@@ -65,6 +80,10 @@ def make_table(raw: Path) -> str:
     both = sorted(((a, b) for a, b in pairs if b), key=lambda pair: (pair[0]["n_ubatch"], pair[0]["n_prompt"]))
     if both:
         parts.append(markdown(AB_HEAD, [ab_line(off, ring) for off, ring in both]))
+    if loading:
+        parts.append(load_lines(loading))
+    if timeline:
+        parts.append(timeline_line(timeline))
     return "\n\n".join(parts)
 
 
