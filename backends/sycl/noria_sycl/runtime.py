@@ -1,0 +1,190 @@
+"""What the backend needs of a library that reaches devices: PyOpenCL or dpctl.
+
+Everything above this line is the same for both: buffers, queues, programs and ops. Handles of memory and events are the
+library's own objects; nothing but the runtime that made them looks inside.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from noria.api import DeviceKind
+from noria.api.errors import DeviceError, KernelLaunchError
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a kernel must know of the device to be chosen and sized. Asked of the device, never of its platform.
+
+    Attributes:
+        kind: CPU, GPU or a GPU in the host's RAM.
+        vendor: as the device tells it.
+        n_compute_unit: cores of a CPU, multiprocessors of a GPU.
+        local_nbytes: local memory that one work group may have.
+        max_group_size: work items that one work group may have.
+        language: newest OpenCL C that its compiler takes, (3, 0) for example.
+        extensions: of OpenCL. Whether a feature works is asked by compiling: `SyclDevice.compiles`.
+    """
+
+    kind: DeviceKind
+    vendor: str
+    n_compute_unit: int
+    local_nbytes: int
+    max_group_size: int
+    language: tuple[int, int]
+    extensions: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalMemory:
+    """A kernel argument: local memory of this many bytes for every work group."""
+
+    nbytes: int
+
+
+class Kernel(ABC):
+    """One `__kernel` function of a built program."""
+
+    name: str
+
+    @abstractmethod
+    def bind(self, args: Sequence[Any], *, keep: bool) -> Any:
+        """What `RuntimeQueue.launch` takes: the kernel with its arguments.
+
+        Args:
+            args: handles of memory, None for a null pointer, NumPy scalars, `LocalMemory`. Each call gives the same
+                types at the same places.
+            keep: it is launched later and more than once; without, now, before the next call.
+        """
+
+
+class RuntimeQueue(ABC):
+    """An in-order queue. Every command begins after all events of `after`, and answers with its own event."""
+
+    @abstractmethod
+    def copy_h2d(self, dst: Any, dst_offset: int, src: Bytes, after: Sequence[Any]) -> Any: ...
+
+    @abstractmethod
+    def copy_d2h(self, dst: Bytes, src: Any, src_offset: int, after: Sequence[Any]) -> Any: ...
+
+    @abstractmethod
+    def copy_d2d(
+        self, dst: Any, dst_offset: int, src: Any, src_offset: int, nbytes: int, after: Sequence[Any]
+    ) -> Any: ...
+
+    @abstractmethod
+    def launch(self, bound: Any, n_items: tuple[int, ...], group: tuple[int, ...], after: Sequence[Any]) -> Any: ...
+
+    @abstractmethod
+    def barrier(self, after: Sequence[Any]) -> Any:
+        """An event for everything enqueued so far and everything in `after`."""
+
+    @abstractmethod
+    def flush(self) -> None: ...
+
+    @abstractmethod
+    def finish(self) -> None: ...
+
+
+class Runtime(ABC):
+    """One device, opened through one library.
+
+    Attributes:
+        limits: of the device.
+        max_buffer_nbytes: largest single allocation.
+        reads_host: kernels may take the handles of `alloc_host` and `share_host`, and read host memory in place.
+        shares_host: `share_host` works.
+        blocking_copies: a copy from mapped memory blocks the host until it is done, whatever is asked.
+        errors: what the library raises, and EventError.
+    """
+
+    limits: Limits
+    max_buffer_nbytes: int
+    reads_host: bool
+    shares_host: bool
+    blocking_copies: bool
+    errors: tuple[type[Exception], ...]
+
+    # --- memory --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def alloc(self, nbytes: int) -> Any:
+        """Device memory.
+
+        Raises:
+            MemoryError: there is none.
+        """
+
+    @abstractmethod
+    def alloc_host(self, nbytes: int) -> tuple[Any, Bytes]:
+        """Host memory that copies use best: (handle, its bytes).
+
+        Raises:
+            MemoryError: there is none.
+        """
+
+    @abstractmethod
+    def share_host(self, memory: Bytes) -> Any:
+        """A handle of host memory that exists, for kernels to read in place (`shares_host`).
+
+        Raises:
+            MemoryError: the driver refuses it.
+        """
+
+    @abstractmethod
+    def free(self, handle: Any) -> None: ...
+
+    # --- kernels -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def build(self, source: str, options: Sequence[str], binary: bytes | None = None) -> tuple[Any, bytes | None]:
+        """(program, its binary to be kept, if there is one). With `binary`, which is one kept earlier, nothing is
+        compiled.
+
+        Raises:
+            BuildError: it does not compile, or the binary is refused.
+        """
+
+    @abstractmethod
+    def kernel(self, program: Any, name: str) -> Kernel: ...
+
+    # --- queues and events ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def queue(self) -> RuntimeQueue: ...
+
+    @abstractmethod
+    def is_done(self, event: Any) -> bool:
+        """Raises one of `errors` if its work failed."""
+
+    @abstractmethod
+    def wait(self, event: Any) -> None:
+        """Raises one of `errors` if its work failed."""
+
+    @abstractmethod
+    def end_ns(self, event: Any) -> int | None:
+        """When the work of an event that is done was complete, on the device's clock."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class BuildError(Exception):
+    """A program did not compile; the text is the compiler's log."""
+
+
+class EventError(Exception):
+    """The work of an event failed."""
+
+
+def translate(device_id: str, error: Exception, what: str) -> DeviceError:
+    """The error to raise for one of a library's; `what` failed."""
+    return KernelLaunchError(device_id, f"{what}: {error}")
