@@ -169,6 +169,14 @@ class GGUFError(ModelError):
         super().__init__(f"{path}: {field}: {text}")
 
 
+class ChatTemplateError(ModelError):
+    """A chat template is wrong, refuses the messages or passes a limit; `line` is where, if known."""
+
+    def __init__(self, name: str, line: int | None, what: str) -> None:
+        self.name, self.line, self.what = name, line, what
+        super().__init__(f"{name}{f', line {line}' if line is not None else ''}: {what.rstrip('.')}.")
+
+
 class UnsupportedArchitecture(ModelError):
     """No plugin builds models of this `general.architecture`."""
 
