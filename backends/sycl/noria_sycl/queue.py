@@ -6,9 +6,11 @@ How ops launch kernels:
     queue.launch(kernel, args, n_items, group)                     # global and local size, in work items, x first
 
 `args` are, in the order of the kernel's parameters, buffers (of the device, or of the host where `caps.host_gather`),
-None for a null pointer, NumPy scalars (`np.uint64(offset)`, never a Python number), and `LocalMemory(nbytes)`. A tensor
-is two of them: its whole buffer and the byte offset of its span as `ulong`; there are no sub-buffers, whose offsets
-would have to be aligned. An expert table is up to four buffers with an offset each. A launch without items is skipped.
+None for a pointer that this launch does not use, NumPy scalars (`np.uint64(offset)`, never a Python number), and
+`LocalMemory(nbytes)`. The pointer of None is not always NULL: a macro or a scalar tells the kernel what is not there. A
+tensor is two arguments: its whole buffer, and the byte offset of its span as `ulong`; there are no sub-buffers, whose
+offsets would have to be aligned. An expert table is up to four buffers with an offset each. A launch without items is
+skipped.
 In a program the launch is kept, with its arguments, and made again by each run: what a kernel is given by value, no run
 can change.
 """

@@ -60,8 +60,8 @@ class Kernel(ABC):
         """What `RuntimeQueue.launch` takes: the kernel with its arguments.
 
         Args:
-            args: handles of memory, None for a null pointer, NumPy scalars, `LocalMemory`. Each call gives the same
-                types at the same places.
+            args: handles of memory, None for a pointer that is not used, NumPy scalars, `LocalMemory`. Each call gives
+                the same types at the same places.
             keep: it is launched later and more than once; without, now, before the next call.
         """
 
