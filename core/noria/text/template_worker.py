@@ -46,6 +46,16 @@ class _TimeUp(BaseException):
     """The time is up. Not an Exception: filters that try one thing and then another must not catch it."""
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's, in which lists may grow and shrink: llama.cpp's template for Kimi K2 queues tool calls in one.
+
+    What a template changes are its own lists and its copy of the messages, which end with it.
+    """
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return (isinstance(obj, list) and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
+
+
 class _Generation(Extension):
     """`{% generation %}` marks what a trainer learns from; to us it is only a scope."""
 
@@ -97,9 +107,7 @@ def _tojson(
 
 def build_environment() -> Environment:
     """What templates find when they run: the same as in `transformers`, for which they are written."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": _raise_exception,
