@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Any
 from noria.api import API_VERSION, Backend, DeviceInfo, DeviceKind, ProbeResult
 from noria.api.errors import BackendUnavailable, DeviceError
 from noria_sycl.icd import all_drivers
+from noria_sycl.runtime import Found, RuntimeUnavailable
 
 if TYPE_CHECKING:
     from noria_sycl.device import SyclDevice
 
-_INSTALL = "Install what it needs with: pip install 'noria[sycl]'."
 _ORDER = (DeviceKind.GPU, DeviceKind.INTEGRATED, DeviceKind.CPU)
+_OPENCL, _SYCL = "opencl", "sycl"
+_HINTS = {
+    _OPENCL: "Install what it needs with: pip install 'noria[sycl]', and the OpenCL driver of your GPU.",
+    _SYCL: "Install what it needs with: pip install dpctl; or set runtime to opencl.",
+}
 
 
 class SyclBackend(Backend):
@@ -24,17 +29,23 @@ class SyclBackend(Backend):
 
     def probe(self, options: Mapping[str, Any]) -> ProbeResult:
         try:
-            with all_drivers():
-                import pyopencl as cl
-
-                devices = _devices()
-        except ImportError as error:
-            return ProbeResult(reason=f"PyOpenCL cannot be imported: {error}", hint=_INSTALL)
-        except cl.Error as error:
-            return ProbeResult(reason=f"OpenCL finds no driver: {error}", hint=_INSTALL)
-        if not devices:
-            return ProbeResult(reason="OpenCL has drivers, but none has a device", hint="Look at `clinfo -l`.")
-        return ProbeResult(devices=tuple(_info(index, device) for index, device in enumerate(devices)))
+            found = _find(options)
+        except RuntimeUnavailable as error:
+            return ProbeResult(reason=str(error), hint=_HINTS[error.runtime])
+        return ProbeResult(
+            devices=tuple(
+                DeviceInfo(
+                    backend=self.name,
+                    index=index,
+                    name=one.name,
+                    kind=one.kind,
+                    arch=one.arch,
+                    driver=one.driver,
+                    memory_nbytes=one.memory_nbytes,
+                )
+                for index, one in enumerate(found)
+            )
+        )
 
     def open(self, index: int, options: Mapping[str, Any]) -> SyclDevice:
         probe = self.probe(options)
@@ -44,39 +55,56 @@ class SyclBackend(Backend):
             there_are = ", ".join(info.id for info in probe.devices)
             raise BackendUnavailable(self.name, f"there is no device {self.name}{index}", f"There are: {there_are}.")
         from noria_sycl.device import SyclDevice
-        from noria_sycl.opencl import OpenClRuntime
 
         try:
-            return SyclDevice(probe.devices[index], OpenClRuntime(_devices()[index]))
-        except (DeviceError, *OpenClRuntime.errors) as error:
+            return SyclDevice(probe.devices[index], _find(options)[index].open())
+        except (DeviceError, MemoryError, RuntimeUnavailable) as error:
             raise BackendUnavailable(self.name, f"{self.name}{index} cannot be opened: {error}") from error
 
 
-def _devices() -> list[Any]:
-    """OpenCL's devices, in our order."""
-    import pyopencl as cl
+def _find(options: Mapping[str, Any]) -> list[Found]:
+    """Every device of the runtime that is asked for, in our order.
 
-    from noria_sycl.opencl import device_kind
+    Raises:
+        RuntimeUnavailable: it has none.
+    """
+    runtime = options.get("runtime", "auto")
+    with all_drivers():
+        if runtime == _SYCL:
+            found = _find_sycl()
+        elif runtime == _OPENCL:
+            found = _find_opencl(options)
+        else:
+            try:
+                found = _find_opencl(options)
+            except RuntimeUnavailable as error:
+                try:
+                    found = _find_sycl()
+                except RuntimeUnavailable:
+                    raise error from None
+    return sorted(found, key=lambda one: _ORDER.index(one.kind))
 
-    found = []
-    for platform in cl.get_platforms():
-        try:
-            found += platform.get_devices()
-        except cl.Error:
-            continue  # a driver without a device of its own
-    usable = [device for device in found if device.available and device.compiler_available]
-    return sorted(usable, key=lambda device: _ORDER.index(device_kind(device)))
+
+def _find_opencl(options: Mapping[str, Any]) -> list[Found]:
+    try:
+        from noria_sycl import opencl
+    except ImportError as error:
+        raise RuntimeUnavailable(_OPENCL, f"PyOpenCL cannot be imported: {error}") from error
+    try:
+        found = opencl.find(options.get("copy_thread", "auto"))
+    except opencl.OpenClRuntime.errors as error:
+        raise RuntimeUnavailable(_OPENCL, f"OpenCL finds no driver: {error}") from error
+    if not found:
+        raise RuntimeUnavailable(_OPENCL, "OpenCL has drivers, but no CPU or GPU of OpenCL 1.2 with a compiler")
+    return found
 
 
-def _info(index: int, device: Any) -> DeviceInfo:
-    from noria_sycl.opencl import device_kind
-
-    return DeviceInfo(
-        backend=SyclBackend.name,
-        index=index,
-        name=device.name.strip(),
-        kind=device_kind(device),
-        arch=device.version.strip(),
-        driver=f"{device.platform.name} {device.driver_version}",
-        memory_nbytes=device.global_mem_size,
-    )
+def _find_sycl() -> list[Found]:
+    try:
+        from noria_sycl import sycl
+    except ImportError as error:
+        raise RuntimeUnavailable(_SYCL, f"dpctl cannot be imported: {error}") from error
+    found = sycl.find()
+    if not found:
+        raise RuntimeUnavailable(_SYCL, "SYCL finds no device with memory that host and device share")
+    return found

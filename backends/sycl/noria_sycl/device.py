@@ -32,8 +32,11 @@ class SyclDevice(Device):
         super().__init__(info, _caps(info, runtime))
         self.runtime = runtime
         self.programs = Programs(info.id, f"{info.name}, {info.driver}", runtime)
-        self._clock = runtime.queue()
-        self._clock_word = runtime.alloc(4)
+        try:
+            self._clock = runtime.queue(copies=False)
+            self._clock_word = runtime.alloc(4)
+        except runtime.errors as error:
+            raise translate(info.id, error, "opening the device") from error
         self.kernels = SyclKernels(self)
 
     @property

@@ -6,28 +6,89 @@ import mmap
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
+from warnings import catch_warnings
 
 import numpy as np
 import pyopencl as cl
 
 from noria.api import DeviceKind
-from noria_sycl.runtime import BuildError, Bytes, EventError, Kernel, Limits, LocalMemory, Runtime, RuntimeQueue
+from noria_sycl.copy_thread import CopyThread, ThreadedEvent
+from noria_sycl.runtime import (
+    BuildError,
+    Bytes,
+    EventError,
+    Found,
+    Kernel,
+    Limits,
+    LocalMemory,
+    Runtime,
+    RuntimeQueue,
+    RuntimeUnavailable,
+)
 
+_OLDEST = (1, 2)
 _NVIDIA = "nvidia"
+_GENERIC = ("rusticl", "Clover", "Portable Computing Language")  # drivers of many vendors' GPUs
 
 
-def device_kind(device: cl.Device) -> DeviceKind:
-    """What kind of device it is."""
+def find(copy_thread: str = "auto") -> list[Found]:
+    """OpenCL's devices that can be used, by driver.
+
+    Args:
+        copy_thread: "on", "off", or "auto": where copies block otherwise.
+    """
+    devices: list[cl.Device] = []
+    for platform in sorted(cl.get_platforms(), key=lambda platform: str(platform.name)):
+        with suppress(cl.Error):  # a driver without a device says so by an error
+            devices += platform.get_devices(cl.device_type.CPU | cl.device_type.GPU)
+    return [_found(device, copy_thread) for device in _once([d for d in devices if _usable(d)])]
+
+
+def _usable(device: cl.Device) -> bool:
+    compiles = device.available and device.compiler_available
+    return bool(compiles and device.address_bits == 64 and _version(device) >= _OLDEST)
+
+
+def _once(devices: Sequence[cl.Device]) -> list[cl.Device]:
+    """Without GPUs that a generic driver offers and their vendor's does as well."""
+
+    def generic(device: cl.Device) -> bool:
+        return bool(device.type & cl.device_type.GPU) and device.platform.name.strip() in _GENERIC
+
+    served = {device.vendor_id for device in devices if device.type & cl.device_type.GPU and not generic(device)}
+    return [device for device in devices if not (generic(device) and device.vendor_id in served)]
+
+
+def _found(device: cl.Device, copy_thread: str) -> Found:
+    return Found(
+        name=device.name.strip(),
+        kind=_kind(device),
+        arch=device.version.strip(),
+        driver=f"{device.platform.name.strip()} {device.driver_version.strip()}",
+        memory_nbytes=device.global_mem_size,
+        open=partial(_open, device, copy_thread),
+    )
+
+
+def _open(device: cl.Device, copy_thread: str) -> OpenClRuntime:
+    try:
+        return OpenClRuntime(device, copy_thread)
+    except cl.Error as error:
+        raise RuntimeUnavailable("opencl", str(error)) from error
+
+
+def _kind(device: cl.Device) -> DeviceKind:
     if device.type & cl.device_type.CPU:
         return DeviceKind.CPU
     return DeviceKind.INTEGRATED if device.host_unified_memory else DeviceKind.GPU
 
 
-def device_limits(device: cl.Device) -> Limits:
+def _limits(device: cl.Device) -> Limits:
     """The limits of a device, asked of the device itself: its platform may speak a newer OpenCL than it does."""
     return Limits(
-        kind=device_kind(device),
+        kind=_kind(device),
         vendor=device.vendor.strip(),
         n_compute_unit=device.max_compute_units,
         local_nbytes=device.local_mem_size,
@@ -52,6 +113,11 @@ def _version(device: cl.Device) -> tuple[int, int]:
     """From "OpenCL 3.0 ..."."""
     major, _, minor = device.version.split()[1].partition(".")
     return int(major), int(minor)
+
+
+def _natives(after: Sequence[Any]) -> list[cl.Event] | None:
+    """Events as a command takes them."""
+    return [event.gate if isinstance(event, ThreadedEvent) else event for event in after] or None
 
 
 class OpenClKernel(Kernel):
@@ -87,12 +153,12 @@ class OpenClQueue(RuntimeQueue):
 
     def copy_h2d(self, dst: Any, dst_offset: int, src: Bytes, after: Sequence[Any]) -> Any:
         return self._keep(
-            cl.enqueue_copy(self._queue, dst, src, dst_offset=dst_offset, is_blocking=False, wait_for=after or None)
+            cl.enqueue_copy(self._queue, dst, src, dst_offset=dst_offset, is_blocking=False, wait_for=_natives(after))
         )
 
     def copy_d2h(self, dst: Bytes, src: Any, src_offset: int, after: Sequence[Any]) -> Any:
         return self._keep(
-            cl.enqueue_copy(self._queue, dst, src, src_offset=src_offset, is_blocking=False, wait_for=after or None)
+            cl.enqueue_copy(self._queue, dst, src, src_offset=src_offset, is_blocking=False, wait_for=_natives(after))
         )
 
     def copy_d2d(self, dst: Any, dst_offset: int, src: Any, src_offset: int, nbytes: int, after: Sequence[Any]) -> Any:
@@ -103,15 +169,15 @@ class OpenClQueue(RuntimeQueue):
             byte_count=nbytes,
             src_offset=src_offset,
             dst_offset=dst_offset,
-            wait_for=after or None,
+            wait_for=_natives(after),
         )
 
     def launch(self, bound: Any, n_items: tuple[int, ...], group: tuple[int, ...], after: Sequence[Any]) -> Any:
-        return cl.enqueue_nd_range_kernel(self._queue, bound, n_items, group, None, after or None)
+        return cl.enqueue_nd_range_kernel(self._queue, bound, n_items, group, None, _natives(after))
 
     def barrier(self, after: Sequence[Any]) -> Any:
         if after:
-            cl.enqueue_barrier(self._queue, wait_for=after)
+            cl.enqueue_barrier(self._queue, wait_for=_natives(after))
         return cl.enqueue_marker(self._queue)
 
     def flush(self) -> None:
@@ -134,21 +200,26 @@ class OpenClRuntime(Runtime):
 
     errors = (cl.Error, EventError)
 
-    def __init__(self, device: cl.Device) -> None:
+    def __init__(self, device: cl.Device, copy_thread: str = "auto") -> None:
         self._device = device
         self._context = cl.Context([device])
         self._maps = cl.CommandQueue(self._context, device)
-        self.limits = device_limits(device)
+        self.limits = _limits(device)
         self.max_buffer_nbytes = device.max_mem_alloc_size
         on_cpu = self.limits.kind is DeviceKind.CPU
         self.reads_host = self.shares_host = on_cpu  # elsewhere a driver may copy or move what a kernel touches
         self.blocking_copies = _NVIDIA in self.limits.vendor.lower()
+        self._copy_thread = copy_thread == "on" or (copy_thread == "auto" and self.blocking_copies)
+        self._threads: list[CopyThread] = []
 
     # --- memory --------------------------------------------------------------------------------------------------
 
     def alloc(self, nbytes: int) -> Any:
         try:
-            return cl.Buffer(self._context, cl.mem_flags.READ_WRITE, nbytes)
+            handle = cl.Buffer(self._context, cl.mem_flags.READ_WRITE, nbytes)
+            if not self.shares_host:  # or a driver allocates when memory is first used, and fails then
+                cl.enqueue_migrate_mem_objects(self._maps, [handle], cl.mem_migration_flags.CONTENT_UNDEFINED).wait()
+            return handle
         except cl.MemoryError as error:
             raise MemoryError(str(error)) from error
 
@@ -181,7 +252,8 @@ class OpenClRuntime(Runtime):
         make = cl._cl._Program  # the class under cl.Program, which has a cache of its own
         try:
             program = make(self._context, *([source] if binary is None else [[self._device], [binary]]))
-            program.build(" ".join(options).encode(), [self._device])
+            with catch_warnings(action="ignore", category=cl.CompilerWarning):
+                program.build(" ".join(options).encode(), [self._device])
         except cl.Error as error:
             raise BuildError(str(error)) from error
         if binary is not None:
@@ -193,10 +265,16 @@ class OpenClRuntime(Runtime):
 
     # --- queues and events ---------------------------------------------------------------------------------------
 
-    def queue(self) -> RuntimeQueue:
-        return OpenClQueue(self._context, self._device)
+    def queue(self, *, copies: bool) -> RuntimeQueue:
+        queue = OpenClQueue(self._context, self._device)
+        if not (copies and self._copy_thread):
+            return queue
+        self._threads.append(CopyThread(self._context, queue))
+        return self._threads[-1]
 
     def is_done(self, event: Any) -> bool:
+        if isinstance(event, ThreadedEvent):
+            return event.is_done()
         status = event.command_execution_status
         if status < 0:
             raise EventError(f"the device reports error {status}")
@@ -204,14 +282,18 @@ class OpenClRuntime(Runtime):
 
     def wait(self, event: Any) -> None:
         event.wait()
-        self.is_done(event)
+        if not isinstance(event, ThreadedEvent):
+            self.is_done(event)
 
     def end_ns(self, event: Any) -> int | None:
+        native = event.native if isinstance(event, ThreadedEvent) else event
         try:
-            return int(event.profile.end)
+            return int(native.profile.end)
         except cl.Error:  # some drivers do not time markers
             return None
 
     def close(self) -> None:
+        for thread in self._threads:
+            thread.close()
         with suppress(cl.Error):
             self._maps.finish()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from noria.api import Backend, DeviceKind
+from noria.api import Backend, DeviceKind, OptionSpec
 from noria.plugins import BackendSpec, hookimpl
 
 
@@ -19,9 +19,21 @@ def noria_backends() -> Iterable[BackendSpec]:
     yield BackendSpec(
         name="sycl",
         factory=make_backend,
-        summary="GPUs of any vendor through OpenCL (the name is SYCL's, the language is OpenCL C)",
+        summary="GPUs of any vendor, and CPUs, through OpenCL or SYCL",
         kind=DeviceKind.GPU,
         priority=80,
         aliases=("opencl",),
         extra="noria[sycl]",
+        options={
+            "runtime": OptionSpec(
+                default="auto",
+                help="opencl (PyOpenCL), sycl (dpctl), or auto: the first of the two that finds a device",
+                choices=("auto", "opencl", "sycl"),
+            ),
+            "copy_thread": OptionSpec(
+                default="auto",
+                help="copies by a thread of their own, with opencl: on, off, or auto: where a driver's copies block",
+                choices=("auto", "on", "off"),
+            ),
+        },
     )

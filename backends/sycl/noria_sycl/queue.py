@@ -99,9 +99,13 @@ class SyclQueue(Queue):
 
     def __init__(self, device: SyclDevice, kind: QueueKind, index: int) -> None:
         super().__init__(device, kind, index)
-        self._runtime_queue = device.runtime.queue()
+        self._runtime_queue = device.runtime.queue(copies=kind is QueueKind.COPY)
         self._after: list[Any] = []  # events that the next command waits for
         self._last: Any = None  # event of the latest command
+
+    @property
+    def _keeps(self) -> bool:
+        return self._recording is not None or self._runtime_queue.deferred
 
     # --- kernels -------------------------------------------------------------------------------------------------
 
@@ -111,13 +115,13 @@ class SyclQueue(Queue):
             return
         bound = kernel.bind(
             [arg.handle if isinstance(arg, SyclDeviceBuffer | SyclHostBuffer) else arg for arg in args],
-            keep=self.recording,
+            keep=self._keeps,
         )
         self._do(lambda after: self._runtime_queue.launch(bound, n_items, group, after))
 
     def _delay(self, duration_ns: int) -> None:
         n_turns = np.uint64(duration_ns * self.device.turns_per_ns)
-        bound = self.device.delay_kernel.bind([self.device.delay_sink, n_turns], keep=self.recording)
+        bound = self.device.delay_kernel.bind([self.device.delay_sink, n_turns], keep=self._keeps)
         self._do(lambda after: self._runtime_queue.launch(bound, (1,), (1,), after))
 
     # --- copies --------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ library's own objects; nothing but the runtime that made them looks inside.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,12 +62,18 @@ class Kernel(ABC):
         Args:
             args: handles of memory, None for a pointer that is not used, NumPy scalars, `LocalMemory`. Each call gives
                 the same types at the same places.
-            keep: it is launched later and more than once; without, now, before the next call.
+            keep: it may be launched later, and more than once; without, only now, before the next call.
         """
 
 
 class RuntimeQueue(ABC):
-    """An in-order queue. Every command begins after all events of `after`, and answers with its own event."""
+    """An in-order queue. Every command begins after all events of `after`, and answers with its own event.
+
+    Attributes:
+        deferred: a launch may read what it was given after it has returned.
+    """
+
+    deferred: bool = False
 
     @abstractmethod
     def copy_h2d(self, dst: Any, dst_offset: int, src: Bytes, after: Sequence[Any]) -> Any: ...
@@ -102,7 +108,7 @@ class Runtime(ABC):
         max_buffer_nbytes: largest single allocation.
         reads_host: kernels may take the handles of `alloc_host` and `share_host`, and read host memory in place.
         shares_host: `share_host` works.
-        blocking_copies: a copy from mapped memory blocks the host until it is done, whatever is asked.
+        blocking_copies: a copy on a queue that is not for copies may block the host until it is done.
         errors: what the library raises, and EventError.
     """
 
@@ -159,7 +165,8 @@ class Runtime(ABC):
     # --- queues and events ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    def queue(self) -> RuntimeQueue: ...
+    def queue(self, *, copies: bool) -> RuntimeQueue:
+        """A new queue; `copies` is what most of its commands are."""
 
     @abstractmethod
     def is_done(self, event: Any) -> bool:
@@ -174,7 +181,34 @@ class Runtime(ABC):
         """When the work of an event that is done was complete, on the device's clock."""
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """After all queues have been waited for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A device that a library has found, not yet opened.
+
+    Attributes:
+        arch: the version of its language.
+        driver: whose it is, and its version.
+        open: raises RuntimeUnavailable if the device cannot be opened.
+    """
+
+    name: str
+    kind: DeviceKind
+    arch: str
+    driver: str
+    memory_nbytes: int
+    open: Callable[[], Runtime]
+
+
+class RuntimeUnavailable(Exception):
+    """A runtime finds no device, or cannot open it; the text says why."""
+
+    def __init__(self, runtime: str, text: str) -> None:
+        self.runtime = runtime
+        super().__init__(text)
 
 
 class BuildError(Exception):
