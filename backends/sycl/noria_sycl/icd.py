@@ -48,10 +48,8 @@ def libraries() -> list[str]:
 
 
 def _files() -> Iterator[Path]:
-    """The .icd files: those of the system first."""
-    folders = [_SYSTEM, *(prefix / "etc" / "OpenCL" / "vendors" for prefix in _prefixes())]
-    folders += [Path(path) / "pyopencl" / ".libs" for path in sys.path]
-    for folder in folders:
+    """The .icd files: those of the system first. PyOpenCL's loader finds those in PyOpenCL's own folder by itself."""
+    for folder in (_SYSTEM, *(prefix / "etc" / "OpenCL" / "vendors" for prefix in _prefixes())):
         yield from sorted(folder.glob("*.icd"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import re
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -52,13 +53,27 @@ def _usable(device: cl.Device) -> bool:
 
 
 def _once(devices: Sequence[cl.Device]) -> list[cl.Device]:
-    """Without GPUs that a generic driver offers and their vendor's does as well."""
+    """Every GPU by one driver, its vendor's rather than a generic one; the CPU by the newest of each driver.
+
+    PoCL may be there twice, from pip and from the system.
+    """
 
     def generic(device: cl.Device) -> bool:
-        return bool(device.type & cl.device_type.GPU) and device.platform.name.strip() in _GENERIC
+        return device.platform.name.strip() in _GENERIC
 
-    served = {device.vendor_id for device in devices if device.type & cl.device_type.GPU and not generic(device)}
-    return [device for device in devices if not (generic(device) and device.vendor_id in served)]
+    gpus = [device for device in devices if device.type & cl.device_type.GPU]
+    served = {gpu.vendor_id for gpu in gpus if not generic(gpu)}
+    cpus: dict[str, cl.Device] = {}
+    for device in devices:
+        if device not in gpus:
+            name = device.platform.name
+            cpus[name] = max(cpus.get(name, device), device, key=_driver_version)
+    return [gpu for gpu in gpus if not (generic(gpu) and gpu.vendor_id in served)] + list(cpus.values())
+
+
+def _driver_version(device: cl.Device) -> list[int]:
+    """[3, 1] of "3.1+debian"."""
+    return [int(part) for part in re.findall(r"\d+", device.driver_version)[:2]]
 
 
 def _found(device: cl.Device, copy_thread: str) -> Found:
