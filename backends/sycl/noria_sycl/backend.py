@@ -57,7 +57,8 @@ class SyclBackend(Backend):
         from noria_sycl.device import SyclDevice
 
         try:
-            return SyclDevice(probe.devices[index], _find(options)[index].open())
+            runtime = _find(options)[index].open()
+            return SyclDevice(probe.devices[index], runtime, in_place=options.get("in_place", True))
         except (DeviceError, MemoryError, RuntimeUnavailable) as error:
             raise BackendUnavailable(self.name, f"{self.name}{index} cannot be opened: {error}") from error
 

@@ -28,8 +28,8 @@ class SyclDevice(Device):
 
     kernels: SyclKernels
 
-    def __init__(self, info: DeviceInfo, runtime: Runtime) -> None:
-        super().__init__(info, _caps(info, runtime))
+    def __init__(self, info: DeviceInfo, runtime: Runtime, *, in_place: bool = True) -> None:
+        super().__init__(info, _caps(info, runtime, in_place))
         self.runtime = runtime
         self.programs = Programs(info.id, f"{info.name}, {info.driver}", runtime)
         try:
@@ -111,7 +111,7 @@ class SyclDevice(Device):
         self.runtime.close()
 
 
-def _caps(info: DeviceInfo, runtime: Runtime) -> DeviceCaps:
+def _caps(info: DeviceInfo, runtime: Runtime, in_place: bool) -> DeviceCaps:
     return DeviceCaps(
         async_copy=True,
         copy_queues=1,
@@ -120,8 +120,8 @@ def _caps(info: DeviceInfo, runtime: Runtime) -> DeviceCaps:
         event_timing=True,
         pinned_host=True,
         host_register=runtime.shares_host,
-        host_gather=runtime.reads_host,
-        unified_memory=info.kind is not DeviceKind.GPU,
+        host_gather=runtime.reads_host and in_place,
+        unified_memory=info.kind is not DeviceKind.GPU and in_place,
         activation_type="F32",
         kv_types=KV_TYPES,
         table_unit=TABLE_UNIT,

@@ -35,5 +35,9 @@ def noria_backends() -> Iterable[BackendSpec]:
                 help="copies by a thread of their own, with opencl: on, off, or auto: where a driver's copies block",
                 choices=("auto", "on", "off"),
             ),
+            "in_place": OptionSpec(
+                default=True,
+                help="a device that can reads experts in RAM where they are; false: they come through the ring",
+            ),
         },
     )
