@@ -11,7 +11,8 @@ import pytest
 from noria.api import Device
 from noria.builtin.reference import OPTIONS, ReferenceBackend
 from noria.gguf import open_model
-from noria.models import Model, llama, qwen3moe
+from noria.models import Model
+from noria.models.plugin import noria_architectures
 from noria.runtime import EngineConfig, Session
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +38,7 @@ def open_session() -> Iterator[OpenSession]:
 
         def open_one(path: Path, *, device: dict[str, object] | None = None, **config: object) -> Session:
             file = stack.enter_context(open_model(path))
-            builders = {"qwen3moe": qwen3moe.build, "llama": llama.build}
+            builders = {spec.name: spec.build for spec in noria_architectures()}
             model: Model = builders[file.architecture](file)
             main = stack.enter_context(open_reference(**(device or {})))
             host = lambda: stack.enter_context(open_reference())  # noqa: E731

@@ -30,6 +30,7 @@ class Made:
     head_dim_v: int = 32
     rope_dims: int = 32
     rope_factors: bool = False
+    rope_scaling: str = "none"  # by 4, from a context of 16
     n_expert: int = 4
     n_expert_used: int = 2
     n_ff: int = 96
@@ -58,10 +59,15 @@ class Made:
             linear |= {blk + "attn_q": (n_q, self.n_embd), blk + "attn_k": (n_k, self.n_embd)}
             linear |= {blk + "attn_v": (n_v, self.n_embd)}
             linear |= {blk + "attn_output": (self.n_embd, self.n_head * self.head_dim_v)}
-            if self.arch == "qwen3moe":
+            if self.arch in ("qwen3", "qwen3moe"):
                 shapes |= {blk + f"attn_{part}_norm.weight": (self.head_dim,) for part in "qk"}
             into, out_of = (self.n_ff, self.n_embd), (self.n_embd, self.n_ff)
             parts = {"gate": into, "up": into, "down": out_of}
+            if self.arch == "olmoe":
+                shapes |= {blk + "attn_q_norm.weight": (n_q,), blk + "attn_k_norm.weight": (n_k,)}
+            if self.arch == "qwen2moe":
+                linear |= {blk + f"ffn_{part}_shexp": shape for part, shape in parts.items()}
+                shapes[blk + "ffn_gate_inp_shexp.weight"] = (self.n_embd,)
             if self.moe:
                 linear[blk + "ffn_gate_inp"] = (self.n_expert, self.n_embd)
                 shapes |= {blk + f"ffn_{part}_exps.weight": (self.n_expert, *shape) for part, shape in parts.items()}
@@ -92,7 +98,14 @@ class Made:
         writer.add_value_length(self.head_dim_v)
         writer.add_rope_dimension_count(self.rope_dims)
         writer.add_layer_norm_rms_eps(1e-6)
+        if self.rope_scaling != "none":
+            writer.add_rope_scaling_type(gguf.RopeScalingType(self.rope_scaling))
+            writer.add_rope_scaling_factor(4.0)
+            writer.add_rope_scaling_orig_ctx_len(16)
+            writer.add_rope_scaling_yarn_beta_fast(1.5)
+            writer.add_rope_scaling_yarn_beta_slow(0.1)
         if self.moe:
+            writer.add_expert_feed_forward_length(self.n_ff)
             writer.add_expert_count(self.n_expert)
             writer.add_expert_used_count(self.n_expert_used)
         weights: Weights = {}
@@ -133,9 +146,19 @@ def forward(m: Made, w: Weights, tokens: npt.NDArray[np.int32]) -> npt.NDArray[n
 
     def rope(x: Any) -> Any:
         half = m.rope_dims // 2
-        angles = np.arange(n)[:, None] * 10000.0 ** (-np.arange(half) / half) / w.get("rope_freqs.weight", 1.0)
-        turn = np.exp(1j * angles)[:, None]
-        neox = m.arch == "qwen3moe"
+        per_token = 10000.0 ** (-np.arange(half) / half) / w.get("rope_freqs.weight", 1.0)
+        size = 1.0
+        if m.rope_scaling == "linear":
+            per_token = per_token / 4
+        elif m.rope_scaling == "yarn":
+            size = 1 + np.log(4) / 10
+            # The (fractional) pair that turns once, in the original context, is half * log(16 / 2 pi) / log(10000).
+            low, high = (half * np.log(16 / (2 * np.pi * n_turn)) / np.log(10000.0) for n_turn in (1.5, 0.1))
+            low, high = max(np.floor(low), 0.0), np.ceil(high)
+            slow = np.array([min(max((i - low) / (high - low), 0.0), 1.0) for i in range(half)])
+            per_token = per_token * (1 - slow) + per_token / 4 * slow
+        turn = size * np.exp(1j * np.arange(n)[:, None] * per_token)[:, None]
+        neox = m.arch != "llama"
         a = np.arange(half) if neox else 2 * np.arange(half)
         b = a + (half if neox else 1)
         turned = (x[..., a] + 1j * x[..., b]) * turn
@@ -144,10 +167,12 @@ def forward(m: Made, w: Weights, tokens: npt.NDArray[np.int32]) -> npt.NDArray[n
         return y
 
     def attention(x: Any, blk: str) -> Any:
-        q = linear(x, f"{blk}.attn_q").reshape(n, m.n_head, m.head_dim)
-        k = linear(x, f"{blk}.attn_k").reshape(n, m.n_head_kv, m.head_dim)
+        q, k = linear(x, f"{blk}.attn_q"), linear(x, f"{blk}.attn_k")
+        if m.arch == "olmoe":
+            q, k = norm(q, f"{blk}.attn_q_norm"), norm(k, f"{blk}.attn_k_norm")
+        q, k = q.reshape(n, m.n_head, m.head_dim), k.reshape(n, m.n_head_kv, m.head_dim)
         v = linear(x, f"{blk}.attn_v").reshape(n, m.n_head_kv, m.head_dim_v)
-        if m.arch == "qwen3moe":
+        if m.arch in ("qwen3", "qwen3moe"):
             q, k = norm(q, f"{blk}.attn_q_norm"), norm(k, f"{blk}.attn_k_norm")
         q, k = rope(q), rope(k)
         out = []
@@ -163,8 +188,13 @@ def forward(m: Made, w: Weights, tokens: npt.NDArray[np.int32]) -> npt.NDArray[n
         y = np.zeros_like(x)
         for token, scores in enumerate(p):
             chosen = np.argsort(-scores)[: m.n_expert_used]
+            share = 1.0 if m.arch in ("qwen2moe", "olmoe") else scores[chosen].sum()
             for e in chosen:
-                y[token] += scores[e] / scores[chosen].sum() * (down[e] @ swiglu(gate[e] @ x[token], up[e] @ x[token]))
+                y[token] += scores[e] / share * (down[e] @ swiglu(gate[e] @ x[token], up[e] @ x[token]))
+        if m.arch == "qwen2moe":
+            score = x @ w[f"{blk}.ffn_gate_inp_shexp.weight"]
+            shared = swiglu(linear(x, f"{blk}.ffn_gate_shexp"), linear(x, f"{blk}.ffn_up_shexp"))
+            y += linear(shared, f"{blk}.ffn_down_shexp") / (1 + np.exp(-score[:, None]))
         return y
 
     h = w["token_embd.weight"][tokens]
@@ -193,6 +223,12 @@ MODELS = {
     ),
     "biased and tied": Made(biased=True, tied=True),
     "dense": Made(arch="llama", n_expert=0, biased=True, rope_factors=True),
+    "qwen3": Made(arch="qwen3", n_expert=0, tied=True),
+    "qwen2moe": Made(arch="qwen2moe", biased=True),
+    "olmoe": Made(arch="olmoe"),
+    "linear scaling": Made(rope_scaling="linear"),
+    "yarn": Made(rope_scaling="yarn"),
+    "yarn with factors": Made(arch="llama", n_expert=0, rope_factors=True, rope_scaling="yarn"),
     "mixtral": Made(arch="llama", n_expert=5, n_head=6, n_head_kv=2, head_dim=16, head_dim_v=16, rope_dims=16),
 }
 RUNS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ BAR = 1e-8  # NMSE of the reference backend with an F32 KV cache
 
 FILES = sorted((ROOT / "tests" / "data").glob("*.npz"))
 NAMES = {path.name for path in FILES}
-for pattern in ("parity/qwen3moe-*.npz", "parity/llama-*.npz", "models/*.npz"):
+for pattern in ("parity/qwen[23]moe-*.npz", "parity/olmoe-*.npz", "parity/llama-*.npz", "models/*.npz"):
     FILES += [path for path in sorted(SHARED.glob(pattern)) if path.name not in NAMES]
 
 

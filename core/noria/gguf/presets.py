@@ -23,10 +23,11 @@ class Preset:
     n_ctx: int
     rope_freq_base: float
     rms_eps: float
+    n_ff_shared: int = 0
 
     def metadata(self) -> dict[str, int | float]:
         """Hyperparameters by key, without the architecture's prefix."""
-        dense = self.architecture == "llama"  # where feed_forward_length is that of an expert
+        dense = self.architecture in ("llama", "olmoe")  # where feed_forward_length is that of an expert
         values: dict[str, int | float] = {
             "vocab_size": self.n_vocab,
             "context_length": self.n_ctx,
@@ -43,7 +44,11 @@ class Preset:
             "rope.dimension_count": self.head_dim,
             "rope.freq_base": self.rope_freq_base,
         }
-        return values if dense else values | {"expert_feed_forward_length": self.n_ff_exp}
+        if not dense:
+            values["expert_feed_forward_length"] = self.n_ff_exp
+        if self.n_ff_shared:
+            values["expert_shared_feed_forward_length"] = self.n_ff_shared
+        return values
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes (NumPy order), in the order of a file."""
@@ -61,11 +66,23 @@ class Preset:
             if self.architecture == "qwen3moe":
                 yield block + "attn_q_norm.weight", (self.head_dim,)
                 yield block + "attn_k_norm.weight", (self.head_dim,)
+            elif self.architecture == "olmoe":
+                yield block + "attn_q_norm.weight", (n_q,)
+                yield block + "attn_k_norm.weight", (n_kv,)
+            elif self.architecture == "qwen2moe":
+                yield block + "attn_q.bias", (n_q,)
+                yield block + "attn_k.bias", (n_kv,)
+                yield block + "attn_v.bias", (n_kv,)
             yield block + "ffn_norm.weight", (self.n_embd,)
             yield block + "ffn_gate_inp.weight", (self.n_expert, self.n_embd)
             yield block + "ffn_gate_exps.weight", (self.n_expert, self.n_ff_exp, self.n_embd)
             yield block + "ffn_up_exps.weight", (self.n_expert, self.n_ff_exp, self.n_embd)
             yield block + "ffn_down_exps.weight", (self.n_expert, self.n_embd, self.n_ff_exp)
+            if self.n_ff_shared:
+                yield block + "ffn_gate_inp_shexp.weight", (self.n_embd,)
+                yield block + "ffn_gate_shexp.weight", (self.n_ff_shared, self.n_embd)
+                yield block + "ffn_up_shexp.weight", (self.n_ff_shared, self.n_embd)
+                yield block + "ffn_down_shexp.weight", (self.n_embd, self.n_ff_shared)
 
 
 _QWEN3_30B_A3B = Preset(
@@ -116,6 +133,37 @@ PRESETS: dict[str, Preset] = {
         n_vocab=32_000,
         n_ctx=32_768,
         rope_freq_base=1e6,
+        rms_eps=1e-5,
+    ),
+    "qwen2-57b-a14b": Preset(
+        architecture="qwen2moe",
+        n_layer=28,
+        n_embd=3584,
+        n_head=28,
+        n_head_kv=4,
+        head_dim=128,
+        n_expert=64,
+        n_expert_used=8,
+        n_ff_exp=2560,
+        n_ff_shared=20_480,
+        n_vocab=151_936,
+        n_ctx=32_768,
+        rope_freq_base=1e6,
+        rms_eps=1e-6,
+    ),
+    "olmoe-1b-7b": Preset(
+        architecture="olmoe",
+        n_layer=16,
+        n_embd=2048,
+        n_head=16,
+        n_head_kv=16,
+        head_dim=128,
+        n_expert=64,
+        n_expert_used=8,
+        n_ff_exp=1024,
+        n_vocab=50_304,
+        n_ctx=4096,
+        rope_freq_base=10_000.0,
         rms_eps=1e-5,
     ),
 }

@@ -9,6 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from noria.api import Glu, KVView, RouterParams, Tensor
 from noria.gguf import ModelFile
 from noria.models.graph import Graph
@@ -61,6 +64,10 @@ class Model(ABC):
     @abstractmethod
     def weights(self) -> list[WeightSpec]:
         """Every tensor the model may read."""
+
+    def constants(self) -> dict[str, npt.NDArray[np.float32]]:
+        """F32 tensors that are computed and not read, by name, for every device; they come before the file's."""
+        return {}
 
     @abstractmethod
     def embed(self, g: Graph, h: Tensor, ids: Tensor) -> None:

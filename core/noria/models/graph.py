@@ -11,7 +11,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from noria.api import Glu, Kernels, KVView, Queue, RopeParams, Span, Tensor, align_up, tensor_nbytes
+from noria.api import (
+    ExpertRows,
+    ExpertTable,
+    Glu,
+    Kernels,
+    KVView,
+    Queue,
+    RopeParams,
+    RouterParams,
+    RowWindow,
+    Span,
+    Tensor,
+    align_up,
+    tensor_nbytes,
+)
 from noria.api.errors import ModelError
 
 
@@ -74,8 +88,9 @@ class Graph:
         return out
 
     def linear(self, x: Tensor, name: str, type: str | None = None) -> Tensor:
-        """x [n, n_in] -> [n, n_out], with `name`.bias if the file has one."""
+        """x [n, n_in] -> [n, n_out], with `name`.bias if the file has one; a weight of one row is [n_in] there."""
         w = self.weight(f"{name}.weight")
+        w = w.reshape(1, *w.shape) if len(w.shape) == 1 else w
         out = self.new(x.shape[0], w.shape[0], type=type)
         self.kernels.matmul(self.queue, out, w, x, bias=self.weights.get(f"{name}.bias"), scratch=self.scratch)
         return out
@@ -92,6 +107,23 @@ class Graph:
         """h += linear(x): the end of a residual branch. h: F32 [n, n_embd]."""
         w, bias = self.weight(f"{name}.weight"), self.weights.get(f"{name}.bias")
         self.kernels.matmul(self.queue, h, w, x, bias=bias, accumulate=True, scratch=self.scratch)
+
+    def add_weighed(self, h: Tensor, y: Tensor, scores: Tensor, router: RouterParams) -> None:
+        """h += y, each row with the weight that `router` makes of its score: what a mixture of one expert adds.
+
+        h: F32 [n, n_embd]; y: activations [n, n_embd]; scores: F32 [n, 1].
+        """
+        n = h.shape[0]
+        ids, weights = self.new(n, 1, type="I32"), self.new(n, 1, type="F32")
+        self.kernels.route_topk(self.queue, ids, weights, scores, router)
+        pairs, positions = self.new(n, type="I32"), self.new(n, 1, type="I32")
+        rows = ExpertRows(ids=ids, weights=weights, pairs=pairs, offsets=self.new(2, type="I32"), positions=positions)
+        self.kernels.sort_rows(self.queue, rows, self.scratch)
+        # The one expert is number 0, and the table that says it is here holds a 0: an id.
+        where = ids.rows(0, 1).reshape(1)
+        table = ExpertTable(spans=(y.span,), where=where, type="F32", n_out=y.shape[1], n_in=0, slab_nbytes=0)
+        window = RowWindow(first_expert=0, end_expert=1, first_row=0, n_rows=n)
+        self.kernels.combine(self.queue, h, y, table, rows, window)
 
     def rope_store(
         self,

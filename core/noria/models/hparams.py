@@ -7,6 +7,7 @@ from math import sqrt
 
 from noria.api.errors import GGUFError, ModelError
 from noria.gguf import ModelFile
+from noria.models.rope import RopeScaling, read_rope_scaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,8 +16,7 @@ class HParams:
     n_expert: 0 in a dense model.
     n_ff: width of a dense feed-forward block; n_ff_exp: that of one expert.
     head_dim: numbers a head has in Q and K; head_dim_v: in V.
-    attention_scale: factor on Q K^T.
-    rope_scale: factor on positions.
+    attention_scale: factor on Q K^T, less what RoPE scaling adds to it.
     """
 
     architecture: str
@@ -36,7 +36,7 @@ class HParams:
     attention_scale: float
     rope_dims: int
     rope_base: float
-    rope_scale: float
+    rope_scaling: RopeScaling
     expert_weights_scale: float
 
 
@@ -74,10 +74,10 @@ def read_hparams(file: ModelFile) -> HParams:
         raise GGUFError(
             file.path, "rope.dimension_count", f"is {rope_dims}; pairs of the {head_dim} numbers of a head turn"
         )
-    scaling = file.metadata.arch_str("rope.scaling.type", "linear")
-    factor = (scaling != "none" and file.metadata.arch_float("rope.scaling.factor", 0.0)) or 1.0
-    if scaling not in ("none", "linear") and factor != 1.0:
-        raise ModelError(f"{file.path}: RoPE scaling '{scaling}' is not supported yet; 'linear' is.")
+    n_ctx_train = positive("context_length")
+    rope_scaling = read_rope_scaling(file, n_ctx_train)
+    if rope_scaling.magnitude != 1.0 and rope_dims != head_dim:
+        raise ModelError(f"{file.path}: YaRN on {rope_dims} of the {head_dim} numbers of a head is not supported yet.")
     n_ff = file.metadata.arch_int("feed_forward_length", 0)
     return HParams(
         architecture=file.architecture,
@@ -92,11 +92,11 @@ def read_hparams(file: ModelFile) -> HParams:
         n_expert=n_expert,
         n_expert_used=n_expert_used,
         n_vocab=n_vocab,
-        n_ctx_train=positive("context_length"),
+        n_ctx_train=n_ctx_train,
         rms_eps=file.metadata.arch_float("attention.layer_norm_rms_epsilon"),
         attention_scale=file.metadata.arch_float("attention.scale", 0.0) or 1.0 / sqrt(head_dim),
         rope_dims=rope_dims,
         rope_base=file.metadata.arch_float("rope.freq_base", 10000.0),
-        rope_scale=1.0 / factor,
+        rope_scaling=rope_scaling,
         expert_weights_scale=file.metadata.arch_float("expert_weights_scale", 0.0) or 1.0,
     )

@@ -90,6 +90,8 @@ class DryRun:
             for spec in model.weights()
             if spec.name in file.tensors
         }
+        for name, values in model.constants().items():
+            weights[name] = Tensor(phantom.span(0, values.nbytes), "F32", values.shape)
         workspace = Workspace(phantom.span(), device.caps.buffer_alignment)
         no_queue = cast(Queue, None)  # the noting kernels enqueue nothing
         g = Graph(noting, no_queue, weights, workspace, phantom.span())

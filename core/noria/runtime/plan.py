@@ -200,15 +200,16 @@ class MemoryPlan:
 
 
 def stage_weights(file: ModelFile, model: Model, spec: StageSpec) -> list[str]:
-    """Names of the non-expert tensors a stage holds, each once."""
+    """Names of the non-expert tensors a stage reads from the file, each once."""
     names: dict[str, None] = {}
+    computed = model.constants()
     for w in model.weights():
         here = (
             (w.layer is None and spec.embed)
             or (w.layer == model.hparams.n_layer and spec.output)
             or (w.layer is not None and w.layer in spec.layers)
         )
-        if here and not w.experts and w.name in file.tensors:
+        if here and not w.experts and w.name in file.tensors and w.name not in computed:
             names[w.name] = None
     return list(names)
 

@@ -281,6 +281,8 @@ class Planner:
                 buffers[key] = PlannedBuffer(label, usage, sizes)
 
         add("weights", "weights", BufferUsage.WEIGHTS, *(nbytes for _, nbytes in weights))
+        constants = self.model.constants().values()
+        add("constants", "constants", BufferUsage.WEIGHTS, *(aligned(values.nbytes) for values in constants))
         parts = (nbytes for layer in resident for nbytes in layouts[layer].part_nbytes(n_expert))
         add("experts", f"experts of {len(resident)} layers", BufferUsage.EXPERTS, *parts)
         add("kv", f"KV cache, {choice.n_ctx} cells", BufferUsage.KV, *kv)

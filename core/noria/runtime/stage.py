@@ -101,7 +101,7 @@ class Stage:
         self.graph = Graph(
             self.kernels,
             self.queue,
-            self._upload_weights(file, progress),
+            self._upload_constants() | self._upload_weights(file, progress),
             Workspace(self._whole("workspace"), self._alignment),
             self._whole("scratch"),
         )
@@ -185,6 +185,18 @@ class Stage:
         )
 
     # --- weights -------------------------------------------------------------------------------------------------
+
+    def _upload_constants(self) -> dict[str, Tensor]:
+        """Copy what the model computed to the device."""
+        tensors: dict[str, Tensor] = {}
+        buffers = self._buffers.get("constants", [])
+        for (name, values), buffer in zip(self.model.constants().items(), buffers, strict=True):
+            staging = self.device.wrap_host(memoryview(values.tobytes()), label=name)
+            tensors[name] = Tensor(buffer.span(0, values.nbytes), "F32", values.shape)
+            self.copy_in(tensors[name].span, staging.span())
+            self.queue.synchronize()
+            staging.free()
+        return tensors
 
     def _upload_weights(self, file: ModelFile, progress: Progress) -> dict[str, Tensor]:
         """Copy the weights and the resident experts to the device, from the mapped file."""

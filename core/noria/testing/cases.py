@@ -206,10 +206,13 @@ ROUTER = tuple(
         (Gating.SIGMOID, True, 2.5),
         (Gating.TOPK_SOFTMAX, False, 1.0),
     )
+) + tuple(  # the weight of a shared expert: a mixture of one
+    RouterCase(n_tokens=n, n_expert=1, n_expert_used=1, params=RouterParams(gating=Gating.SIGMOID, normalize=False))
+    for n in (1, 33)
 )
 
 # (n_tokens, n_expert, n_expert_used)
 ROUTED = ((1, 8, 2), (7, 8, 2), (33, 8, 4), (130, 16, 2))
-SORTED = (*ROUTED, (1, 128, 8), (5, 256, 8), (300, 60, 4), (2000, 128, 8), (3, 4, 4), (40, 8, 1))
+SORTED = (*ROUTED, (1, 128, 8), (5, 256, 8), (300, 60, 4), (2000, 128, 8), (3, 4, 4), (40, 8, 1), (1, 1, 1), (33, 1, 1))
 FFN_TYPES = (*((t, t) for t in WEIGHT_TYPES), ("Q4_K", "Q6_K"), ("Q5_0", "Q8_0"), ("IQ3_S", "IQ4_NL"))
 TOP_K = ((1, 32, 1), (3, 5000, 40), (1, 152_064, 64), (2, 3000, 1024), (1, 100, 100))  # (n, n_vocab, k)

@@ -169,6 +169,17 @@ class ExpertCases(ConformanceSuite):
         assert_close(bench.read(acc), want, ELEMENT_NMSE["F32"])
 
     @pytest.mark.parametrize("n_tokens", [1, 33])
+    def test_combine_of_one_expert(self, bench: Bench, rng: np.random.Generator, n_tokens: int) -> None:
+        """A shared expert: a mixture of one, every row with a weight of its own."""
+        routed = Routed(bench, rng, np.zeros((n_tokens, 1), np.int32), n_expert=1)
+        before, y = (rng.normal(0, 1, (n_tokens, N_EMBD)).astype(np.float32), bench.normal(rng, n_tokens, N_EMBD))
+        acc = bench.tensor(before)
+        table = bench.table(random_weights(rng, "F32", (1, N_EMBD, N_FF)))
+        bench.op(Op.COMBINE, acc, bench.act(y), table, routed.rows, routed.all)
+        want = before + routed.choice_weights.astype(np.float64) * y.astype(np.float64)
+        assert_close(bench.read(acc), want, ELEMENT_NMSE["F32"])
+
+    @pytest.mark.parametrize("n_tokens", [1, 33])
     def test_combine_in_windows(self, bench: Bench, rng: np.random.Generator, n_tokens: int) -> None:
         """Windows in ascending order give the bits of one, wherever the rows are cut."""
         routed = Routed(bench, rng, random_ids(rng, n_tokens, N_EXPERT, 4))
