@@ -19,7 +19,9 @@ _GEMV_COLUMNS = 4  # of a group, as in cl/matmul_gpu.cl
 
 def supports(launch: Launcher, query: OpQuery) -> Support:
     """Whether matmul runs with these types and sizes."""
-    fits = query.activation == "F32" and takes(query.type, query.dims[1])
+    n_in = query.dims[1]
+    fits = query.activation == "F32" and takes(query.type, n_in)
+    fits &= not launch.on_cpu or input_nbytes(n_in) <= launch.device.limits.local_nbytes
     if fits and query.op is Op.MATMULS:
         fits = query.n_rows <= GEMV_ROWS
     return Support.NATIVE if fits else Support.MISSING
