@@ -45,6 +45,15 @@ def test_it_does_not_overwrite(noria: Noria, tmp_path: Path) -> None:
     assert path.stat().st_size > 1000
 
 
+def test_split(noria: Noria, tmp_path: Path) -> None:
+    result = noria("synth", "tiny", "t.gguf", "--layers", 1, "--split", 3)
+    assert result.code == 0
+    assert result.err.startswith("noria: t-00001-of-00003.gguf and so on: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"t-0000{no}-of-00003.gguf" for no in (1, 2, 3)]
+    result = noria("synth", "tiny", "t.gguf", "--layers", 1, "--split", 3)
+    assert (result.code, "t-00001-of-00003.gguf exists; --force" in result.err) == (2, True)
+
+
 def test_sparse(noria: Noria, tmp_path: Path) -> None:
     assert noria("synth", "qwen3-30b-a3b", "s.gguf", "--sparse").code == 0
     stat = (tmp_path / "s.gguf").stat()
@@ -58,6 +67,8 @@ def test_sparse(noria: Noria, tmp_path: Path) -> None:
         (("qwen3-30b", "x.gguf"), ["unknown preset 'qwen3-30b'", *PRESETS, "Did you mean 'qwen3-30b-a3b'?"]),
         (("tiny", "x.gguf", "--quant", "Q9_K"), ["unknown quant 'Q9_K'", "Q4_K_M", "Q8_0"]),
         (("tiny", "x.gguf", "--layers", 0), ["at least 1 layer"]),
+        (("tiny", "x.gguf", "--layers", 1, "--split", 0), ["15 tensors cannot be split into 0 files"]),
+        (("tiny", "x.gguf", "--layers", 1, "--split", 16), ["15 tensors cannot be split into 16 files"]),
         (("tiny", "x.gguf", "--layers", "two"), ["'two' is not a whole number"]),
         (("tiny", "no/folder/x.gguf"), ["cannot be written"]),
     ],

@@ -172,9 +172,10 @@ class Engine:
             notes.append(
                 f"{plural(len(session.unused), 'tensor')} of the file not used: {', '.join(session.unused[:5])}{more}"
             )
-        stat = Path(self.file.path).stat()
+        stats = [Path(path).stat() for path in self.file.paths]
+        n_stored, nbytes = sum(stat.st_blocks for stat in stats) * 512, sum(stat.st_size for stat in stats)
         real = any(stage.device.info.kind is not DeviceKind.SIMULATED for stage in session.stages)
-        if real and stat.st_blocks * 512 < stat.st_size // 2:
+        if real and n_stored < nbytes // 2:
             notes.append(f"{self.file.path} is mostly a hole (a sparse file); weights read from it are zeros")
         return notes
 

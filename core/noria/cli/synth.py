@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 
 from noria.api.errors import ConfigError
 from noria.cli.arguments import count, file_path
 from noria.cli.output import ProgressBar, print_note, size_text
 from noria.gguf.presets import PRESETS, Preset
 from noria.gguf.quant_mix import QUANTS
+from noria.gguf.shards import shard_name
 from noria.gguf.synth import synthesize
 
 
@@ -28,6 +30,7 @@ without a download. Routing spreads over the experts; the text it generates mean
   noria synth tiny tiny.gguf                                      a few MiB, for a first try
   noria synth qwen3-30b-a3b model.gguf --quant Q4_K_M             17 GiB
   noria synth qwen3-40x256 model.gguf --layers 4                  four of its layers
+  noria synth qwen3-30b-a3b model.gguf --split 3                  model-00001-of-00003.gguf and so on
   noria synth qwen3-30b-a3b model.gguf --sparse                   no disk space: for noria plan, not for running
   noria synth qwen3-30b-a3b model.gguf --vocab other.gguf         with a tokenizer, so that noria run takes text
 
@@ -47,15 +50,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--vocab", type=file_path, metavar="FILE.gguf", help="copy the tokenizer of this model")
     parser.add_argument("-s", "--seed", type=count, default=0, metavar="N", help="seed of the weights (default: 0)")
+    parser.add_argument(
+        "--split", type=count, default=1, metavar="N", help="write N files, OUT-00001-of-0000N.gguf and so on"
+    )
     parser.add_argument("--sparse", action="store_true", help="a hole in place of the weights")
-    parser.add_argument("--force", action="store_true", help="overwrite the file if it exists")
+    parser.add_argument("--force", action="store_true", help="overwrite files that exist")
 
 
 def main(args: argparse.Namespace) -> int:
     if args.output.is_dir():
         raise ConfigError(f"{args.output} is a folder; name a file in it.")
-    if args.output.exists() and not args.force:
-        raise ConfigError(f"{args.output} exists; --force overwrites it.")
+    outputs = [args.output]
+    if args.split > 1:
+        outputs = [Path(shard_name(str(args.output), no, args.split)) for no in range(args.split)]
+    if not args.force and (there := [str(path) for path in outputs if path.exists()]):
+        raise ConfigError(f"{there[0]} exists; --force overwrites it.")
     progress = ProgressBar()
     begin = time.perf_counter()
     try:
@@ -67,9 +76,11 @@ def main(args: argparse.Namespace) -> int:
             vocab=args.vocab,
             seed=args.seed,
             sparse=args.sparse,
+            n_shards=args.split,
             progress=progress.of("writing", "B"),
         )
     finally:
         progress.close()
-    print_note(f"{args.output}: {size_text(nbytes)} in {time.perf_counter() - begin:.1f} s")
+    written = f"{outputs[0]}{' and so on' if args.split > 1 else ''}"
+    print_note(f"{written}: {size_text(nbytes)} in {time.perf_counter() - begin:.1f} s")
     return 0

@@ -82,56 +82,67 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What the header of one file says."""
+    """What the header of one file says.
+
+    Attributes:
+        end: where the data of the last tensor ends, or the header of a file without tensors.
+        padded_end: the same, rounded up to the alignment of tensor data.
+    """
 
     metadata: Metadata
     tensors: dict[str, TensorInfo]
+    end: int
+    padded_end: int
 
 
-def read_header(path: str, data: NDArray[np.uint8]) -> Header:
-    """Read and check the header of the file `data` (uint8 [nbytes], all of it); `path` is for messages.
+def read_header(path: str, data: NDArray[np.uint8], start: int = 0) -> Header:
+    """Read and check the header at `start` of the file `data` (uint8 [nbytes], all of it); `path` is for messages.
+
+    All offsets, in metadata and tensors, are from the start of the file.
 
     Raises:
         GGUFError: whatever is wrong with the file, naming the field.
     """
-    reader = _Reader(path, data)
+    reader = _Reader(path, data, start)
     _check_version(reader)
     n_tensors = _read_count(reader, "tensor count")
     n_entries = _read_count(reader, "metadata count")
     values: dict[str, MetadataValue] = {}
     spans: dict[str, tuple[int, int]] = {}
     for i in range(n_entries):
-        start = reader.position
+        entry_start = reader.position
         key = reader.name(f"key of metadata entry {i}")
         if key in values:
             reader.fail(key, "is there twice")
         values[key] = _read_value(reader, key)
-        spans[key] = start, reader.position
+        spans[key] = entry_start, reader.position
     metadata = Metadata(path, values, spans)
     alignment = metadata.get_int(gguf.Keys.General.ALIGNMENT, gguf.GGUF_DEFAULT_ALIGNMENT)
     if alignment < 1 or alignment & (alignment - 1):
         reader.fail(gguf.Keys.General.ALIGNMENT, f"is {alignment}, which is not a power of two")
     entries = [_read_tensor_entry(reader, i) for i in range(n_tensors)]
-    data_offset = align_up(reader.position, alignment)
+    data_offset = start + align_up(reader.position - start, alignment)
     tensors: dict[str, TensorInfo] = {}
     for entry in entries:
         if entry.name in tensors:
             reader.fail(f"tensor '{entry.name}'", "is there twice")
         tensors[entry.name] = _place(reader, entry, data_offset, alignment)
     _check_overlap(reader, tensors)
-    return Header(metadata=metadata, tensors=tensors)
+    end = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=reader.position)
+    padded_end = start + align_up(end - start, alignment)
+    return Header(metadata=metadata, tensors=tensors, end=end, padded_end=padded_end)
 
 
 class _Reader:
     """A position in the header; everything read through it is checked against the end first."""
 
-    def __init__(self, path: str, data: NDArray[np.uint8]) -> None:
+    def __init__(self, path: str, data: NDArray[np.uint8], start: int) -> None:
         self.path = path
         self.nbytes = len(data)
-        self.limit = min(self.nbytes, MAX_HEADER_NBYTES)
+        self.limit = min(self.nbytes, start + MAX_HEADER_NBYTES)
         self.data = data
         self.buffer = data.data
-        self.position = 0
+        self.position = start
         self.n_strings = 0
 
     def fail(self, field: str, text: str) -> NoReturn:
@@ -171,8 +182,9 @@ class _Reader:
 
 
 def _check_version(reader: _Reader) -> None:
-    if reader.number("magic", _U32) != gguf.GGUF_MAGIC:
-        reader.fail("magic", f"is {bytes(reader.buffer[:4])!r}, not b'GGUF'. This is not a GGUF file")
+    magic = reader.number("magic", _U32)
+    if magic != gguf.GGUF_MAGIC:
+        reader.fail("magic", f"is {magic.to_bytes(4, 'little')!r}, not b'GGUF'. This is not a GGUF file")
     version = reader.number("version", _U32)
     if version & 0xFFFF == 0 and version:  # a small number with its bytes swapped
         reader.fail("version", "is stored big-endian. Convert the file to little-endian (gguf_convert_endian.py)")

@@ -1,11 +1,11 @@
-"""A model file, mapped: metadata, tensor table, and tensor data without a copy."""
+"""A model, its files mapped: metadata, tensor table, and tensor data without a copy."""
 
 from __future__ import annotations
 
-import mmap
 import os
-import stat
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noria.api.errors import GGUFError, ModelError
-from noria.gguf.header import TensorInfo, read_header
+from noria.gguf.header import TensorInfo
 from noria.gguf.metadata import Metadata
+from noria.gguf.shards import Shard, open_shards
 
 READ_NBYTES = 64 * 1024 * 1024
 
@@ -22,28 +23,33 @@ READ_NBYTES = 64 * 1024 * 1024
 class ModelFile:
     """An open model. A context manager.
 
-    Tensor data is the file itself, mapped read-only and shared: pages are read when they are first touched and the
-    system may drop them again. Views keep the mapping alive, so one that outlives `close` stays valid.
+    Tensor data is the files themselves, mapped read-only and shared: pages are read when they are first touched and the
+    system may drop them again. Views keep a mapping alive, so one that outlives `close` stays valid.
 
     Attributes:
-        path: as it was opened.
+        path: as it was opened; of any file of a split model.
+        paths: of all its files.
         metadata: the key-value pairs.
         architecture: `general.architecture`.
-        tensors: by name, in the order of the file.
-        mappings: uint8 [nbytes] a shard, read-only, page-aligned; `TensorInfo.shard` and `.offset` point into them.
+        tensors: by name, in the order of the files.
+        mappings: uint8 [nbytes] a file, read-only, page-aligned; `TensorInfo.shard` and `.offset` point into them.
         nbytes: of all files.
     """
 
-    def __init__(self, path: str, mapping: mmap.mmap) -> None:
-        """`mapping` is the whole file; the model owns it from here on."""
-        data: NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
-        header = read_header(path, data)
+    def __init__(self, path: str, shards: Sequence[Shard]) -> None:
+        """`shards` are all of the model, in order; it owns their mappings from here on."""
+        files = list(dict.fromkeys(shard.file for shard in shards))
         self.path = path
-        self.metadata: Metadata = header.metadata
-        self.tensors: dict[str, TensorInfo] = header.tensors
-        self.mappings: tuple[NDArray[np.uint8], ...] = (data,)
-        self.nbytes = len(data)
-        self._mapping = mapping
+        self.paths: tuple[str, ...] = tuple(file.path for file in files)
+        self.metadata: Metadata = shards[0].header.metadata
+        self.tensors: dict[str, TensorInfo] = {
+            tensor.name: replace(tensor, shard=files.index(shard.file))
+            for shard in shards
+            for tensor in shard.header.tensors.values()
+        }
+        self.mappings: tuple[NDArray[np.uint8], ...] = tuple(file.data for file in files)
+        self.nbytes = sum(map(len, self.mappings))
+        self._mappings = [file.mapping for file in files]
 
     @property
     def architecture(self) -> str:
@@ -78,16 +84,17 @@ class ModelFile:
             ModelError: the file cannot be read, or has become shorter since it was opened.
         """
         tensor = self.tensor(name)
+        path = self.paths[tensor.shard]
         try:
-            with open(self.path, "rb", buffering=0) as file:
+            with open(path, "rb", buffering=0) as file:
                 done = 0
                 while done < tensor.nbytes:
                     n = os.preadv(file.fileno(), [out[done : done + READ_NBYTES].data], tensor.offset + done)
                     if not n:
-                        raise ModelError(f"{self.path}: has become shorter: tensor '{name}' cannot be read.")
+                        raise ModelError(f"{path}: has become shorter: tensor '{name}' cannot be read.")
                     done += n
         except OSError as error:
-            raise ModelError(f"{self.path}: tensor '{name}' cannot be read: {error.strerror}.") from None
+            raise ModelError(f"{path}: tensor '{name}' cannot be read: {error.strerror}.") from None
 
     def expert_slab(self, name: str, expert: int) -> tuple[int, int]:
         """Where one expert's bytes of tensor `name` [n_expert, n_out, n_in] lie in its file: `(offset, nbytes)`."""
@@ -97,10 +104,11 @@ class ModelFile:
         return tensor.offset + expert * tensor.slab_nbytes, tensor.slab_nbytes
 
     def close(self) -> None:
-        """Unmap the file, or leave that to the last view of it. Metadata and tensor table stay readable."""
+        """Unmap the files, or leave that to the last view of each. Metadata and tensor table stay readable."""
         self.mappings = ()
-        with suppress(BufferError):
-            self._mapping.close()
+        for mapping in self._mappings:
+            with suppress(BufferError):
+                mapping.close()
 
     def __enter__(self) -> Self:
         return self
@@ -112,22 +120,11 @@ class ModelFile:
 
 
 def open_model(path: str | os.PathLike[str]) -> ModelFile:
-    """Open a GGUF model.
+    """Open a GGUF model, by any of its files.
 
     Raises:
-        ModelError: the path cannot be read.
-        GGUFError: what it holds is not a sound GGUF file.
+        ModelError: a file cannot be read.
+        GGUFError: what it holds is not a sound GGUF file, or not all of the model is there.
     """
     name = os.fspath(path)
-    try:
-        if not stat.S_ISREG(os.stat(name).st_mode):
-            raise ModelError(f"{name}: is not a file. Give the path of a .gguf file.")
-        with open(name, "rb") as file:
-            if not os.fstat(file.fileno()).st_size:
-                raise GGUFError(name, "magic", "is missing: the file is empty")
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise ModelError(f"{name}: no such file.") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{name}: cannot be read: {error}.") from None
-    return ModelFile(name, mapping)
+    return ModelFile(name, open_shards(name))

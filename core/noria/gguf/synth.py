@@ -11,9 +11,10 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import chain
 from math import prod
 from struct import pack
 from typing import TypeVar
@@ -30,6 +31,7 @@ from noria.gguf.presets import PRESETS, Preset
 from noria.gguf.quant_mix import QUANTS, QuantMix
 from noria.gguf.quants import block_facts, row_nbytes
 from noria.gguf.random_blocks import random_blocks
+from noria.gguf.shards import COUNT, NO, TENSORS_COUNT, shard_name
 
 ALIGNMENT: int = gguf.GGUF_DEFAULT_ALIGNMENT
 CHUNK_NBYTES = 4 * MIB
@@ -51,6 +53,7 @@ def synthesize(
     vocab: str | os.PathLike[str] | None = None,
     seed: int = 0,
     sparse: bool = False,
+    n_shards: int = 1,
     progress: Callable[[int, int], None] = lambda n_done, n_total: None,
 ) -> int:
     """Write a random-weight model that llama.cpp loads, too; returns its bytes.
@@ -65,6 +68,7 @@ def synthesize(
             no tokenizer, only token ids.
         seed: of the weights, not negative.
         sparse: leave a hole in place of the weights (all zero bits, no disk space): for planning, not for running.
+        n_shards: files to split the model into; more than one are named `shard_name(path, ...)`.
         progress: called as `progress(n_done, n_total)`, in bytes of tensor data.
 
     Raises:
@@ -84,9 +88,11 @@ def synthesize(
         tokenizer, n_vocab = _copied_tokenizer(vocab)
         shapes = replace(shapes, n_vocab=n_vocab)
     tensors = list(_layout(shapes, quant))
-    header = _header([*_entries(preset, shapes, quant), *tokenizer], tensors)
-    _write(os.fspath(path), header, tensors, None if sparse else seed, progress)
-    return len(header) + _end(tensors)
+    if not 1 <= n_shards <= len(tensors):
+        raise ConfigError(f"a model of {len(tensors)} tensors cannot be split into {n_shards} files")
+    files = _files(os.fspath(path), [*_entries(preset, shapes, quant), *tokenizer], tensors, n_shards)
+    _write(files, None if sparse else seed, progress)
+    return sum(file.nbytes for file in files)
 
 
 def _chosen(what: str, name: str, table: dict[str, _T]) -> _T:
@@ -110,8 +116,41 @@ def _layout(shapes: Preset, quant: str) -> Iterator[TensorInfo]:
         offset = align_up(offset + nbytes, ALIGNMENT)
 
 
-def _end(tensors: list[TensorInfo]) -> int:
-    return align_up(tensors[-1].offset + tensors[-1].nbytes, ALIGNMENT)
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file to write: tensors of the model from number `first` on, their offsets from the end of the header."""
+
+    path: str
+    header: bytes
+    tensors: list[TensorInfo]
+    first: int
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + align_up(self.tensors[-1].offset + self.tensors[-1].nbytes, ALIGNMENT)
+
+
+def _files(path: str, entries: list[bytes], tensors: list[TensorInfo], n_shards: int) -> list[_File]:
+    """The whole model, or shards of about the same size, the metadata in the first."""
+    if n_shards == 1:
+        return [_File(path, _header(entries, tensors), tensors, 0)]
+    files: list[_File] = []
+    end, total = 0, tensors[-1].offset + tensors[-1].nbytes
+    for no in range(n_shards):
+        first, n_left = end, n_shards - no - 1
+        end = first + 1
+        while end < len(tensors) - n_left and (no + 1) * total > n_shards * (tensors[end].offset + tensors[end].nbytes):
+            end += 1
+        end = end if n_left else len(tensors)
+        members = [replace(tensor, offset=tensor.offset - tensors[first].offset) for tensor in tensors[first:end]]
+        split = [
+            _string(NO) + pack("<IH", gguf.GGUFValueType.UINT16, no),
+            _string(COUNT) + pack("<IH", gguf.GGUFValueType.UINT16, n_shards),
+            _string(TENSORS_COUNT) + pack("<Ii", gguf.GGUFValueType.INT32, len(tensors)),
+        ]
+        header = _header([*(() if no else entries), *split], members)
+        files.append(_File(shard_name(path, no, n_shards), header, members, first))
+    return files
 
 
 # --- the header -------------------------------------------------------------------------------------------------------
@@ -163,66 +202,70 @@ def _header(entries: list[bytes], tensors: list[TensorInfo]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Blocks `[first, first + n)` of a tensor: what one thread makes and writes at once, from its own random stream."""
+    """`n` blocks of a tensor at `offset` of a file: what one thread makes and writes at once, from its own stream."""
 
+    fd: int
+    offset: int
     tensor: TensorInfo
     stream: tuple[int, int]
-    first: int
     n: int
 
 
-def _chunks(tensors: Iterable[TensorInfo]) -> Iterator[_Chunk]:
-    for i, tensor in enumerate(tensors):
+def _chunks(file: _File, fd: int) -> Iterator[_Chunk]:
+    for i, tensor in enumerate(file.tensors, file.first):
         type_nbytes = block_facts(tensor.type)[1]
         n_blocks, step = tensor.nbytes // type_nbytes, CHUNK_NBYTES // type_nbytes
         for j, first in enumerate(range(0, n_blocks, step)):
-            yield _Chunk(tensor, (i, j), first, min(step, n_blocks - first))
+            offset = len(file.header) + tensor.offset + first * type_nbytes
+            yield _Chunk(fd, offset, tensor, (i, j), min(step, n_blocks - first))
 
 
 def _weights(chunk: _Chunk, seed: int) -> NDArray[np.uint8]:
-    if len(chunk.tensor.shape) == 1:
+    if "norm" in chunk.tensor.name:
         return np.ones(chunk.n, np.float32).view(np.uint8)
     rng = np.random.Generator(np.random.SFC64(np.random.SeedSequence([seed, *chunk.stream])))
     std = _STD.get(chunk.tensor.name.split(".")[-2], _OTHER_STD)
     return random_blocks(chunk.tensor.type, chunk.n, std, rng)
 
 
-def _write(
-    path: str, header: bytes, tensors: list[TensorInfo], seed: int | None, progress: Callable[[int, int], None]
-) -> None:
+def _write(files: list[_File], seed: int | None, progress: Callable[[int, int], None]) -> None:
     """Without a seed the weights stay a hole."""
-    nbytes = len(header) + _end(tensors)
-    part = f"{path}.part"
+    path, nbytes = files[0].path, sum(file.nbytes for file in files)
     try:
         free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
         if seed is not None and nbytes > free:
             raise ConfigError(f"{path}: needs {nbytes / 1e9:.2f} GB, but its disk has {free / 1e9:.2f} GB free.")
-        with open(part, "wb", buffering=0) as file:
-            file.write(header)
-            file.truncate(nbytes)
+        with ExitStack() as stack:
+            chunks: list[Iterator[_Chunk]] = []
+            for file in files:
+                out = stack.enter_context(open(f"{file.path}.part", "wb", buffering=0))
+                out.write(file.header)
+                out.truncate(file.nbytes)
+                chunks.append(_chunks(file, out.fileno()))
             if seed is not None:
-                _write_weights(file.fileno(), len(header), tensors, seed, progress)
-        os.replace(part, path)
+                n_total = sum(tensor.nbytes for file in files for tensor in file.tensors)
+                _write_weights(chain.from_iterable(chunks), n_total, seed, progress)
+        for file in files:
+            os.replace(f"{file.path}.part", file.path)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}.") from None
+        raise ConfigError(f"{error.filename or path}: cannot be written: {error.strerror}.") from None
     finally:
-        with suppress(OSError):
-            os.remove(part)
+        for file in files:
+            with suppress(OSError):
+                os.remove(f"{file.path}.part")
 
 
-def _write_weights(
-    fd: int, data_offset: int, tensors: list[TensorInfo], seed: int, progress: Callable[[int, int], None]
-) -> None:
+def _write_weights(chunks: Iterable[_Chunk], n_total: int, seed: int, progress: Callable[[int, int], None]) -> None:
     def write(chunk: _Chunk) -> int:
         data = _weights(chunk, seed)
-        view, offset = data.data, data_offset + chunk.tensor.offset + chunk.first * block_facts(chunk.tensor.type)[1]
+        view, offset = data.data, chunk.offset
         while view:
-            n_written = os.pwrite(fd, view, offset)
+            n_written = os.pwrite(chunk.fd, view, offset)
             view, offset = view[n_written:], offset + n_written
         return len(data)
 
-    n_done, n_total = 0, sum(tensor.nbytes for tensor in tensors)
+    n_done = 0
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
-        for n_written in pool.map(write, _chunks(tensors)):
+        for n_written in pool.map(write, chunks):
             n_done += n_written
             progress(n_done, n_total)
