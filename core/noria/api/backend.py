@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Self, final
 
 from noria.api.caps import DeviceCaps
 from noria.api.errors import DeviceError, FeatureUnsupported, OutOfDeviceMemory
+from noria.api.host_copy import HostCopier
 from noria.api.kernels import Kernels
-from noria.api.memory import Buffer, BufferUsage, DeviceBuffer, HostBuffer
-from noria.api.queue import Observer, Queue, QueueKind
+from noria.api.memory import Buffer, BufferUsage, CopyRegion, DeviceBuffer, HostBuffer
+from noria.api.queue import Event, Observer, Queue, QueueKind
 
 
 class DeviceKind(StrEnum):
@@ -91,6 +92,7 @@ class Device(ABC):
         self.allocated_peak = 0
         self._buffers: set[Buffer] = set()
         self._queues: dict[tuple[QueueKind, int], Queue] = {}
+        self._host_copier: HostCopier | None = None
         self._closed = False
 
     kernels: Kernels
@@ -169,6 +171,15 @@ class Device(ABC):
         self._buffers.add(buffer)
         return buffer
 
+    @final
+    def copy_host(self, regions: Sequence[CopyRegion], *, label: str = "host copy") -> Event:
+        """Begin to copy inside host memory, beside the caller and all queues; what the event stands for.
+
+        Nothing orders it but its event and the host: sources and targets are left alone until it is done.
+        """
+        self._check_open()
+        return self._copy_host(regions, label)
+
     @abstractmethod
     def memory_free(self) -> int:
         """Bytes that can still be allocated, as the system sees it now."""
@@ -208,6 +219,8 @@ class Device(ABC):
         if self._closed:
             return
         try:
+            if self._host_copier is not None:
+                self._host_copier.close()
             for queue in self._queues.values():
                 with suppress(DeviceError):  # whoever waits for its events has been told
                     queue.synchronize()
@@ -243,6 +256,12 @@ class Device(ABC):
 
     @abstractmethod
     def _wrap_host(self, memory: memoryview, label: str) -> HostBuffer: ...
+
+    def _copy_host(self, regions: Sequence[CopyRegion], label: str) -> Event:
+        """By threads of the core; a device on a clock of its own has another way."""
+        if self._host_copier is None:
+            self._host_copier = HostCopier(self.info.id)
+        return self._host_copier.copy(regions, label)
 
     @abstractmethod
     def _make_queue(self, kind: QueueKind, index: int) -> Queue: ...

@@ -1,5 +1,6 @@
 """Moving experts from host RAM to the kernels: the point of the project. Pure Python over the contract."""
 
+from noria.experts.bounce import Bounce
 from noria.experts.chaos import Chaos
 from noria.experts.meter import Meter
 from noria.experts.policy import (
@@ -19,6 +20,7 @@ from noria.experts.tables import RangeTables, TableKey
 __all__ = [
     "OFF",
     "POLICIES",
+    "Bounce",
     "Chaos",
     "Decision",
     "ExpertLayer",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import inf
 from random import Random
 from typing import Any
@@ -10,14 +10,14 @@ from typing import Any
 from noria.api.backend import Backend, Device, DeviceInfo, DeviceKind, OptionSpec, ProbeResult
 from noria.api.caps import DeviceCaps
 from noria.api.errors import BackendUnavailable, ConfigError, DeviceError, OutOfDeviceMemory
-from noria.api.memory import BufferUsage
+from noria.api.memory import BufferUsage, CopyRegion
 from noria.api.queue import Queue, QueueKind
 from noria.api.version import API_VERSION
 from noria.builtin.sim.clock import Lane, VirtualClock
 from noria.builtin.sim.kernels import SimKernels
 from noria.builtin.sim.memory import SimDeviceBuffer, SimHostBuffer, lazy_memory
 from noria.builtin.sim.profiles import BLOCKING, Profile, load_profiles
-from noria.builtin.sim.queue import SimQueue, Work
+from noria.builtin.sim.queue import SimEvent, SimQueue, Work
 
 _AS_PROFILE = ("auto", "yes", "no")
 
@@ -90,6 +90,7 @@ class SimDevice(Device):
     Attributes:
         clock: the host's virtual time.
         compute, h2d, d2h: the engines; `busy_ns` of each is what idle and busy shares are made from.
+        host: that which copies inside host memory, as fast as copies from pageable memory are.
     """
 
     def __init__(self, info: DeviceInfo, profile: Profile, clock: VirtualClock, jitter: float, seed: int) -> None:
@@ -97,7 +98,7 @@ class SimDevice(Device):
         self.profile = profile
         self.clock = clock
         self.kernels = SimKernels(self, seed)
-        self.compute, self.h2d, self.d2h = Lane(clock), Lane(clock), Lane(clock)
+        self.compute, self.h2d, self.d2h, self.host = Lane(clock), Lane(clock), Lane(clock), Lane(clock)
         self.host_call_ns = round(profile.host_call_us * 1e3)
         self.copy_latency_ns = round(profile.copy_latency_us * 1e3)
         self._jitter = jitter
@@ -146,6 +147,11 @@ class SimDevice(Device):
 
     def _wrap_host(self, memory: memoryview, label: str) -> SimHostBuffer:
         return SimHostBuffer(self, memory, label, pinned=False)
+
+    def _copy_host(self, regions: Sequence[CopyRegion], label: str) -> SimEvent:
+        nbytes = sum(region.src.nbytes for region in regions)
+        _, end_ns = self.host.reserve(self.clock.now_ns, self.jittered(nbytes / self.profile.pageable_gbps))
+        return SimEvent(self, label, end_ns)
 
     def _make_queue(self, kind: QueueKind, index: int) -> SimQueue:
         return SimQueue(self, kind, index)

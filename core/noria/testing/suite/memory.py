@@ -117,6 +117,23 @@ class CopyCases(ConformanceSuite):
         queue.record("round trip").wait()
         assert np.array_equal(back.array(), data)
 
+    def test_copies_inside_host_memory(self, bench: Bench, rng: np.random.Generator) -> None:
+        """From pageable memory to page-locked: pieces of any size arrive where they should, and nowhere else."""
+        device = bench.device
+        data = rng.integers(0, 256, 3_000_001, dtype=np.uint8)
+        source = device.wrap_host(memoryview(data.tobytes()), label="source")
+        target = device.alloc_host(data.size, label="target")
+        target.array()[:] = 7
+        want = target.array().copy()
+        regions = []
+        for to, at, nbytes in ((0, 2_000_000, 5), (64, 1, 2_500_001), (2_999_999, 3, 2)):
+            regions.append(CopyRegion(target.span(to, nbytes), source.span(at, nbytes)))
+            want[to : to + nbytes] = data[at : at + nbytes]
+        event = device.copy_host(regions)
+        event.wait(60)
+        assert event.done()
+        assert np.array_equal(target.array(), want)
+
     @pytest.mark.parametrize("direction", ["h2d", "d2h", "d2d"])
     def test_a_part_of_a_buffer(self, bench: Bench, rng: np.random.Generator, direction: str) -> None:
         """Copies of any aligned offset and size write their bytes and no others."""
