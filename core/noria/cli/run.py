@@ -125,7 +125,7 @@ class Generation:
         self._phases: dict[str, Phase] = {}
 
     def run(self, tokens: list[int], n_predict: int, ignore_eos: bool, progress: Callable[[int, int], None]) -> None:
-        session, detokenizer = self.session, Detokenizer(self.tokenizer)
+        session, detokenizer = self.session, Detokenizer(self.tokenizer, after=tokens[-1] if tokens else None)
         write(self.tokenizer.decode(tokens))
         try:
             with self._phase("prefill") as phase:

@@ -14,15 +14,18 @@ class Detokenizer:
     put together, is `tokenizer.decode` of all ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, special: bool = True) -> None:
-        """`special=False` leaves control tokens out, as in `Tokenizer.decode`."""
+    def __init__(self, tokenizer: Tokenizer, *, special: bool = True, after: int | None = None) -> None:
+        """`special` and `after` are those of `Tokenizer.decode`: an answer comes after the last token of its prompt."""
         self._tokenizer = tokenizer
         self._special = special
+        self._after = after
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, id: int) -> str:
         """The characters that this token completes; often one word, sometimes nothing."""
-        return self._utf8.decode(self._tokenizer.token_bytes(id, special=self._special))
+        piece = self._tokenizer.token_bytes(id, special=self._special, after=self._after)
+        self._after = id
+        return self._utf8.decode(piece)
 
     def flush(self) -> str:
         """What is left at the end (U+FFFD for an unfinished character, else nothing); the next `push` starts anew."""
