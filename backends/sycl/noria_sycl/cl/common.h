@@ -4,6 +4,14 @@
 // Products and sums are rounded as they are written; where one rounding is meant, it says fma.
 #pragma OPENCL FP_CONTRACT OFF
 
+// Intel's compiler for CPUs joins work items into vectors. There is but one in a group, and to find no use for the code
+// that it makes costs half a minute a program.
+#if GROUP == 1 && defined(__has_attribute)
+#if __has_attribute(intel_reqd_sub_group_size)
+#define __kernel __kernel __attribute__((intel_reqd_sub_group_size(1)))
+#endif
+#endif
+
 typedef uchar u8;
 typedef ushort u16;
 typedef uint u32;
