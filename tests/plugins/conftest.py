@@ -40,6 +40,7 @@ def noria_backends():
         factory=FakeBackend,
         summary="for tests",
         kind=DeviceKind.{kind},
+        cpu_from_nbytes={cpu_from_nbytes},
         priority={priority},
         aliases={aliases},
         extra="{extra}",
@@ -58,13 +59,14 @@ def backend_module() -> Callable[..., str]:
         *,
         probe: str = "return ProbeResult(devices=(device(),))",
         kind: str = "GPU",
+        cpu_from_nbytes: int | None = None,
         priority: int = 0,
         aliases: tuple[str, ...] = (),
         extra: str = "",
         api_version: tuple[int, int] = (0, 1),
     ) -> str:
         values = {"name": name, "probe": probe, "kind": kind, "priority": priority, "aliases": aliases}
-        return BACKEND.format(extra=extra, api_version=api_version, **values)
+        return BACKEND.format(extra=extra, api_version=api_version, cpu_from_nbytes=cpu_from_nbytes, **values)
 
     return source
 

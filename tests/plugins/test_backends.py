@@ -66,6 +66,35 @@ def test_selection_follows_plugins_toml(gpus: None) -> None:
     assert ids(registry_of(backends={"twin": {"enabled": False}}), "auto") == ["solo0"]
 
 
+CPU_AND_GPU = "return ProbeResult(devices=(device(0, DeviceKind.CPU), device(1)))"
+CPU_ALONE = "return ProbeResult(devices=(device(0, DeviceKind.CPU),))"
+
+
+@pytest.mark.parametrize(
+    ("probe", "least", "model_nbytes", "expected"),
+    [
+        (CPU_AND_GPU, 100, 99, "many1"),
+        (CPU_ALONE, 100, None, "many0"),
+        (CPU_ALONE, 100, 100, "many0"),
+        (CPU_ALONE, 100, 99, "slow0"),
+        (CPU_ALONE, None, None, "slow0"),
+    ],
+)
+def test_auto_on_a_cpu(
+    make_dist: MakeDist,
+    backend_module: BackendModule,
+    probe: str,
+    least: int | None,
+    model_nbytes: int | None,
+    expected: str,
+) -> None:
+    """A GPU first; then the CPU by a GPU backend that is fast there, unless the model is too small for it."""
+    make_dist("many", many=backend_module("many", probe=probe, cpu_from_nbytes=least, priority=1002))
+    make_dist("slow", slow=backend_module("slow", probe=CPU_ALONE, kind="CPU", priority=1001))
+    (info,) = registry_of().resolve("auto", model_nbytes)
+    assert info.id == expected
+
+
 @pytest.mark.parametrize("selection", ["auto", "twin"])
 def test_a_configured_device_that_is_not_there(gpus: None, selection: str) -> None:
     registry = registry_of(backends={"twin": {"device": 7}})

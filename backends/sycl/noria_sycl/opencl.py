@@ -80,7 +80,7 @@ def _found(device: cl.Device, copy_thread: str) -> Found:
     return Found(
         name=device.name.strip(),
         kind=_kind(device),
-        arch=device.version.strip(),
+        arch=" ".join(device.version.split()[:2]),  # "OpenCL 3.0"
         driver=f"{device.platform.name.strip()} {device.driver_version.strip()}",
         memory_nbytes=device.global_mem_size,
         open=partial(_open, device, copy_thread),

@@ -21,6 +21,7 @@ def noria_backends() -> Iterable[BackendSpec]:
         factory=make_backend,
         summary="GPUs of any vendor, and CPUs, through OpenCL or SYCL",
         kind=DeviceKind.GPU,
+        cpu_from_nbytes=32 << 20,  # the reference generates a page by a model of this size while kernels compile
         priority=80,
         aliases=("opencl",),
         extra="noria[sycl]",

@@ -7,7 +7,7 @@ import textwrap
 from dataclasses import asdict
 from typing import Any
 
-from noria.api import DeviceCaps, DeviceInfo
+from noria.api import DeviceCaps, DeviceInfo, DeviceKind
 from noria.api.errors import BackendUnavailable, NoriaError
 from noria.cli.output import add_format_argument, print_json, print_table, size_text
 from noria.plugins import BackendRegistry, BackendReport, BackendStatus, PluginManager, PluginStatus, load_config
@@ -48,16 +48,36 @@ def main(args: argparse.Namespace) -> int:
         if record.status is not PluginStatus.LOADED:
             print_paragraph(f"plugin '{record.name}' of {record.dist}, {record.status}: {record.reason}")
     found = f"{plugins.config.path} ({plugins.config.found_by})" if plugins.config.path else "none; these are defaults"
-    print(f"\n--backend auto: {auto_device(registry) or 'nothing can be used'}\nplugins.toml: {found}")
+    print(f"\n--backend auto: {auto_words(registry)}\nplugins.toml: {found}")
     return 0
 
 
-def auto_device(registry: BackendRegistry) -> str | None:
-    """The id of the device that `--backend auto` means."""
+AUTO_BECAUSE = {
+    DeviceKind.GPU: "the first GPU",
+    DeviceKind.INTEGRATED: "the first GPU; it shares the host's RAM",
+    DeviceKind.CPU: "no GPU can be used",
+}
+
+
+def auto_device(registry: BackendRegistry) -> DeviceInfo | None:
+    """The device that `--backend auto` means."""
     try:
-        return registry.resolve()[0].id
+        return registry.resolve()[0]
     except BackendUnavailable:
         return None
+
+
+def auto_words(registry: BackendRegistry) -> str:
+    """The device that `--backend auto` means, and why."""
+    auto = auto_device(registry)
+    if auto is None:
+        return "nothing can be used"
+    words = f"{auto.id} ({AUTO_BECAUSE[auto.kind]})"
+    least = registry.plugins.backends[auto.backend].cpu_from_nbytes
+    if auto.kind is DeviceKind.CPU and least:
+        small = registry.resolve(model_nbytes=least - 1)[0]
+        words += f"; {small.id} for models of less than {size_text(least)}"
+    return words
 
 
 def problem(report: BackendReport) -> str:
@@ -133,11 +153,11 @@ def caps_row(id: str, caps: DeviceCaps) -> dict[str, str]:
 
 def describe(plugins: PluginManager, registry: BackendRegistry, reports: list[BackendReport]) -> dict[str, Any]:
     """Everything that is known, for scripts."""
-    config = plugins.config
+    config, auto = plugins.config, auto_device(registry)
     return {
         "plugins_toml": str(config.path) if config.path else None,
         "found_by": config.found_by,
-        "auto": auto_device(registry),
+        "auto": auto.id if auto else None,
         "backends": [
             {
                 "name": report.name,

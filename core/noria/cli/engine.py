@@ -83,7 +83,8 @@ class Engine:
         return model
 
     def _open_devices(self) -> list[Device]:
-        infos = self.registry.resolve(self.args.backend if self.args.device is None else self.args.device)
+        selection = self.args.backend if self.args.device is None else self.args.device
+        infos = self.registry.resolve(selection, self.file.nbytes)
         return [self._stack.enter_context(self.registry.open(info.id)) for info in infos]
 
     def _refuse_simulated(self) -> None:

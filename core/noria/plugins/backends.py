@@ -167,12 +167,14 @@ class BackendRegistry:
 
     # --- selection -----------------------------------------------------------------------------------------------
 
-    def resolve(self, selection: str = AUTO) -> tuple[DeviceInfo, ...]:
+    def resolve(self, selection: str = AUTO, model_nbytes: int | None = None) -> tuple[DeviceInfo, ...]:
         """The devices that a user's words mean.
 
         Args:
-            selection: `auto` (one device: of the first GPU backend that has a GPU, else of the first CPU backend), or
-                backends and device ids, separated by commas (`cuda`, `cuda0,vulkan1`). Aliases count as names.
+            selection: `auto` (one device: a GPU of the first GPU backend that has one, else the CPU by the first
+                backend that is made for it and for a model of this size), or backends and device ids, separated by
+                commas (`cuda`, `cuda0,vulkan1`). Aliases count as names.
+            model_nbytes: size of the model; None for a large one.
 
         Raises:
             BackendNotFound: there is no such backend or device.
@@ -181,7 +183,7 @@ class BackendRegistry:
         """
         words = [word.strip() for word in selection.split(",")]
         if words == [AUTO]:
-            return (self._auto(),)
+            return (self._auto(model_nbytes),)
         devices: list[DeviceInfo] = []
         for word in words:
             if not word:
@@ -203,11 +205,10 @@ class BackendRegistry:
         name, _ = self._find(device_id)
         return self.backend(name).open(info.index, self.options(name))
 
-    def _auto(self) -> DeviceInfo:
+    def _auto(self, model_nbytes: int | None) -> DeviceInfo:
         for wanted in (DeviceKind.GPU, DeviceKind.INTEGRATED, DeviceKind.CPU):
-            asked = DeviceKind.CPU if wanted is DeviceKind.CPU else DeviceKind.GPU
             for name in self.names():
-                if self.plugins.backends[name].kind is asked:
+                if _may_have(self.plugins.backends[name], wanted, model_nbytes):
                     devices = [info for info in self.report(name).probe.devices if info.kind is wanted]
                     if devices:
                         configured = self._configured(name)
@@ -250,3 +251,11 @@ class BackendRegistry:
             if record.name == stem and record.status is not PluginStatus.LOADED:
                 raise BackendUnavailable(stem, f"its plugin is not loaded ({record.reason})")
         raise BackendNotFound(word, self.names(), did_you_mean(stem, list(catalog)))
+
+
+def _may_have(spec: BackendSpec, wanted: DeviceKind, model_nbytes: int | None) -> bool:
+    """Whether `auto` looks for this kind of device among those of a backend."""
+    if wanted is not DeviceKind.CPU:
+        return spec.kind is DeviceKind.GPU
+    least = spec.cpu_from_nbytes
+    return spec.kind is DeviceKind.CPU or (least is not None and (model_nbytes is None or model_nbytes >= least))

@@ -24,7 +24,9 @@ class BackendSpec:
         factory: makes the backend; import its modules in here, not in the plugin module.
         summary: one line.
         kind: what its devices are; `--backend auto` asks GPU backends first, then CPU backends, never simulated ones.
-        priority: among backends of one kind `auto` prefers the highest.
+        cpu_from_nbytes: of a GPU backend that also drives CPUs well: without a GPU, `auto` takes such a device for
+            models of at least this size. Smaller ones may be done before its kernels are compiled. None: never.
+        priority: among backends that `auto` may ask for the same kind of device it prefers the highest.
         aliases: other names that find it.
         extra: requirement that brings its libraries, as given to pip (`noria[cuda]`); shown when probe has no hint.
         options: what `[backends.NAME.options]` in plugins.toml may set.
@@ -39,6 +41,7 @@ class BackendSpec:
     factory: Callable[[], Backend]
     summary: str
     kind: DeviceKind
+    cpu_from_nbytes: int | None = None
     priority: int = 0
     aliases: tuple[str, ...] = ()
     extra: str = ""
