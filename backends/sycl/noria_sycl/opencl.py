@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import re
+import tempfile
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ import numpy as np
 import pyopencl as cl
 
 from noria.api import DeviceKind
+from noria_sycl import nvidia
 from noria_sycl.copy_thread import CopyThread, ThreadedEvent
 from noria_sycl.runtime import (
     BuildError,
@@ -222,8 +224,11 @@ class OpenClRuntime(Runtime):
         self.limits = _limits(device)
         self.max_buffer_nbytes = device.max_mem_alloc_size
         on_cpu = self.limits.kind is DeviceKind.CPU
-        self.reads_host = self.shares_host = on_cpu  # elsewhere a driver may copy or move what a kernel touches
-        self.blocking_copies = _NVIDIA in self.limits.vendor.lower()
+        self._located = nvidia.EXTENSION in self.limits.extensions
+        self.reads_host = on_cpu or self._located  # else a driver may move what a kernel touches
+        self.shares_host = on_cpu or (self._located and self._shares_files())
+        self.copies_handles = self._located
+        self.blocking_copies = _NVIDIA in self.limits.vendor.lower() and not self._located
         self._copy_thread = copy_thread == "on" or (copy_thread == "auto" and self.blocking_copies)
         self._threads: list[CopyThread] = []
 
@@ -232,19 +237,24 @@ class OpenClRuntime(Runtime):
     def alloc(self, nbytes: int) -> Any:
         try:
             handle = cl.Buffer(self._context, cl.mem_flags.READ_WRITE, nbytes)
-            if not self.shares_host:  # or a driver allocates when memory is first used, and fails then
+            if (
+                self.limits.kind is not DeviceKind.CPU
+            ):  # or a driver allocates when memory is first used, and fails then
                 cl.enqueue_migrate_mem_objects(self._maps, [handle], cl.mem_migration_flags.CONTENT_UNDEFINED).wait()
             return handle
         except cl.MemoryError as error:
             raise MemoryError(str(error)) from error
 
     def alloc_host(self, nbytes: int) -> tuple[Any, Bytes]:
-        if self.shares_host:
+        if self.limits.kind is DeviceKind.CPU:
             memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)  # begins with a page
             return self.share_host(memory), memory
         try:
-            flags = cl.mem_flags.READ_WRITE | cl.mem_flags.ALLOC_HOST_PTR
-            handle = cl.Buffer(self._context, flags, nbytes)
+            flags = cl.mem_flags.READ_WRITE
+            if self._located:
+                handle = nvidia.create_buffer(self._context, self._device, flags, nbytes)
+            else:
+                handle = cl.Buffer(self._context, flags | cl.mem_flags.ALLOC_HOST_PTR, nbytes)
             access = cl.map_flags.READ | cl.map_flags.WRITE
             memory, _ = cl.enqueue_map_buffer(self._maps, handle, access, 0, (nbytes,), np.uint8)
         except cl.Error as error:
@@ -252,11 +262,25 @@ class OpenClRuntime(Runtime):
         return handle, memory
 
     def share_host(self, memory: Bytes) -> Any:
-        access = cl.mem_flags.READ_WRITE if memory.flags.writeable else cl.mem_flags.READ_ONLY
+        flags = cl.mem_flags.READ_WRITE if memory.flags.writeable else cl.mem_flags.READ_ONLY
+        flags |= cl.mem_flags.USE_HOST_PTR
         try:
-            return cl.Buffer(self._context, access | cl.mem_flags.USE_HOST_PTR, hostbuf=memory)
+            if self._located:
+                return nvidia.create_buffer(self._context, self._device, flags, memory.size, memory)
+            return cl.Buffer(self._context, flags, hostbuf=memory)
         except cl.Error as error:
             raise MemoryError(str(error)) from error
+
+    def _shares_files(self) -> bool:
+        """Whether a mapped file is taken, which is memory that nobody may write."""
+        with tempfile.TemporaryFile() as file:
+            file.truncate(mmap.PAGESIZE)
+            memory = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+            try:
+                self.share_host(memory).release()
+            except MemoryError:
+                return False
+        return True
 
     def free(self, handle: Any) -> None:
         handle.release()

@@ -6,11 +6,9 @@ How ops launch kernels:
     queue.launch(kernel, args, n_items, group)                     # global and local size, in work items, x first
 
 `args` are, in the order of the kernel's parameters, buffers (of the device, or of the host where `caps.host_gather`),
-None for a pointer that this launch does not use, NumPy scalars (`np.uint64(offset)`, never a Python number), and
-`LocalMemory(nbytes)`. The pointer of None is not always NULL: a macro or a scalar tells the kernel what is not there. A
-tensor is two arguments: its whole buffer, and the byte offset of its span as `ulong`; there are no sub-buffers, whose
-offsets would have to be aligned. An expert table is up to four buffers with an offset each. A launch without items is
-skipped.
+None for NULL, NumPy scalars (`np.uint64(offset)`, never a Python number), and `LocalMemory(nbytes)`. A tensor is two
+arguments: its whole buffer, and the byte offset of its span as `ulong`; there are no sub-buffers, whose offsets would
+have to be aligned. An expert table is up to four buffers with an offset each. A launch without items is skipped.
 In a program the launch is kept, with its arguments, and made again by each run: what a kernel is given by value, no run
 can change.
 """
@@ -128,19 +126,28 @@ class SyclQueue(Queue):
 
     def _copy_h2d(self, regions: Sequence[CopyRegion]) -> None:
         for region in regions:
-            dst, memory = region.dst, region.src.host_view()
+            dst, src = region.dst, region.src
             assert isinstance(dst.buffer, SyclDeviceBuffer)
-            if memory.size:
-                self._do(partial(self._runtime_queue.copy_h2d, dst.buffer.handle, dst.offset, memory))
+            if self._by_handle(src):
+                self._copy_d2d(dst, src)
+            elif src.nbytes:
+                self._do(partial(self._runtime_queue.copy_h2d, dst.buffer.handle, dst.offset, src.host_view()))
 
     def _copy_d2h(self, dst: Span, src: Span) -> None:
         assert isinstance(src.buffer, SyclDeviceBuffer)
-        if src.nbytes:
+        if self._by_handle(dst):
+            self._copy_d2d(dst, src)
+        elif src.nbytes:
             self._do(partial(self._runtime_queue.copy_d2h, dst.host_view(), src.buffer.handle, src.offset))
 
+    def _by_handle(self, host: Span) -> bool:
+        """Whether a copy names host memory by its handle, not by its address."""
+        assert isinstance(host.buffer, SyclHostBuffer)
+        return self.device.runtime.copies_handles and host.buffer.handle is not None
+
     def _copy_d2d(self, dst: Span, src: Span) -> None:
-        assert isinstance(dst.buffer, SyclDeviceBuffer)
-        assert isinstance(src.buffer, SyclDeviceBuffer)
+        assert isinstance(dst.buffer, SyclDeviceBuffer | SyclHostBuffer)
+        assert isinstance(src.buffer, SyclDeviceBuffer | SyclHostBuffer)
         if src.nbytes:
             to, at = dst.buffer.handle, src.buffer.handle
             self._do(partial(self._runtime_queue.copy_d2d, to, dst.offset, at, src.offset, src.nbytes))

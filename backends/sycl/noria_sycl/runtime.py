@@ -108,6 +108,7 @@ class Runtime(ABC):
         max_buffer_nbytes: largest single allocation.
         reads_host: kernels may take the handles of `alloc_host` and `share_host`, and read host memory in place.
         shares_host: `share_host` works.
+        copies_handles: copies between the device and host memory that has a handle go from handle to handle.
         blocking_copies: a copy on a queue that is not for copies may block the host until it is done.
         errors: what the library raises, and EventError.
     """
@@ -116,6 +117,7 @@ class Runtime(ABC):
     max_buffer_nbytes: int
     reads_host: bool
     shares_host: bool
+    copies_handles: bool = False
     blocking_copies: bool
     errors: tuple[type[Exception], ...]
 

@@ -77,10 +77,9 @@ class _Part:
 class SyclKernel(Kernel):
     """A kernel of SYCL; its arguments go with each launch."""
 
-    def __init__(self, kernel: Any, name: str, nothing: Any) -> None:
+    def __init__(self, kernel: Any, name: str) -> None:
         self.name = name
         self._kernel = kernel
-        self._nothing = nothing
 
     def bind(self, args: Sequence[Any], *, keep: bool) -> Any:
         return self._kernel, [self._argument(arg) for arg in args]
@@ -90,7 +89,7 @@ class SyclKernel(Kernel):
             return _C_TYPES[type(arg)](arg.item())
         if isinstance(arg, LocalMemory):
             return dpctl.LocalAccessor("u1", (arg.nbytes,))
-        return self._nothing if arg is None else arg
+        return ctypes.c_uint64(0) if arg is None else arg  # NULL
 
 
 class SyclRuntimeQueue(RuntimeQueue):
@@ -146,7 +145,6 @@ class SyclRuntime(Runtime):
         self._device = device
         self._context = dpctl.SyclContext(device)
         self._queue = self.queue(copies=False)
-        self._nothing = self.alloc(4)
         self.max_buffer_nbytes = device.max_mem_alloc_size
         self.limits = Limits(
             kind=DeviceKind.CPU if device.is_cpu else DeviceKind.GPU,
@@ -197,7 +195,7 @@ class SyclRuntime(Runtime):
             raise BuildError(str(error) or "SYCL gives no log; try runtime = 'opencl'") from error
 
     def kernel(self, program: Any, name: str) -> Kernel:
-        return SyclKernel(program.get_sycl_kernel(name), name, self._nothing)
+        return SyclKernel(program.get_sycl_kernel(name), name)
 
     # --- queues and events ---------------------------------------------------------------------------------------
 
