@@ -61,14 +61,19 @@ class Group:
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def run(description: str, groups: Sequence[Group], folder: Path, argv: Sequence[str] | None = None) -> int:
-    """The `run.py` of a folder: measure, write raw files, print what came of it; returns the exit code."""
+def run(
+    description: str, groups: Sequence[Group], folder: Path, argv: Sequence[str] | None = None, device: str = "cuda0"
+) -> int:
+    """The `run.py` of a folder: measure, write raw files, print what came of it; returns the exit code.
+
+    `device`: what is measured unless the command line names another.
+    """
     names = [test.name for group in groups for test in group.tests]
     parser = argparse.ArgumentParser(description=description, epilog=f"tests: {', '.join(names)}", allow_abbrev=False)
     parser.add_argument("--only", type=lambda text: text.split(","), default=names, metavar="NAME[,NAME]")
     model = Path(tempfile.gettempdir()) / f"noria-{PRESET}-{QUANT}.gguf"
     parser.add_argument("-m", "--model", type=Path, default=model, help=f"made if it does not exist ({model})")
-    parser.add_argument("-dev", "--device", default="cuda0", help="(cuda0)")
+    parser.add_argument("-dev", "--device", default=device, help=f"({device})")
     parser.add_argument("-r", "--repetitions", type=int, default=5, help="(5)")
     parser.add_argument("--raw", type=Path, default=folder / "raw", help="where raw files go (the folder's own)")
     args = parser.parse_args(argv)
@@ -167,6 +172,15 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """A table whose first column is left-aligned, the others right-aligned."""
     rules = ["---"] + ["--:"] * (len(head) - 1)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rules, *lines))
+
+
+def timeline_line(record: Row) -> str:
+    """What the host did during a prompt, by the `timeline.py` of `h200-prefill`."""
+    return (
+        f"Timeline of {record['n_prompt']:,} tokens: the host had enqueued everything after "
+        f"{record['enqueued_ms']:.1f} ms, the device was done after {record['computed_ms']:.1f} ms; "
+        f"the host waited {len(record['waits'])} times ({', '.join(record['waits'])})."
+    )
 
 
 def measured_on(rows: Iterable[Row]) -> str:

@@ -8,7 +8,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from harness import NO_DATA, Row, link_gbps, load, markdown, measured_on, tok_s, update, vram_gib
+from harness import NO_DATA, Row, link_gbps, load, markdown, measured_on, timeline_line, tok_s, update, vram_gib
 
 STREAMED = ("pp16", "pp64", "pp512", "pp2048", "pp8192", "pp32768", "ncmoe24-pp2048")
 HEAD = ("test", "tok/s", "share of bound", "bound, tok/s", "set by", "all resident, tok/s")
@@ -54,14 +54,6 @@ def ab_line(off: Row, ring: Row) -> list[str]:
 def load_lines(record: Row) -> str:
     lines = [[f"`{mode}`", f"{median(times):.2f}"] for mode, times in record["samples_s"].items()]
     return markdown(("`--load-mode`", "s from the start of the process to the first logits"), lines)
-
-
-def timeline_line(record: Row) -> str:
-    return (
-        f"Timeline of {record['n_prompt']:,} tokens: the host had enqueued everything after "
-        f"{record['enqueued_ms']:.1f} ms, the device was done after {record['computed_ms']:.1f} ms; "
-        f"the host waited {len(record['waits'])} times ({', '.join(record['waits'])})."
-    )
 
 
 def make_table(raw: Path) -> str:

@@ -1,13 +1,16 @@
-"""The conformance kit on CPU drivers of OpenCL, through both runtimes; each is skipped where it is not installed."""
+"""The conformance kit on CPU drivers of OpenCL, through both runtimes; each is skipped where it is not installed.
+
+By hand, on the first GPU: `pytest -m gpu tests/conformance/test_sycl.py`.
+"""
 
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 
-from noria.api import Device
+from noria.api import Device, DeviceKind
 from noria.testing.fixtures import find_backend
-from noria.testing.suite import BasicSuite, OverlapSuite, RingSuite
+from noria.testing.suite import BasicSuite, OpsSuite, OverlapSuite, RingSuite
 
 POCL, INTEL = "Portable Computing Language", "Intel"
 COPY_THREAD = MappingProxyType({"copy_thread": "on"})
@@ -103,3 +106,38 @@ class TestOverlapOnSycl(EnoughWorkers):
     backend = "sycl"
     options = SYCL
     device_index = DriverIndex(INTEL)
+
+
+class FirstGpu:
+    """As `device_index` of a suite: GPUs come first."""
+
+    def __get__(self, suite: object, owner: Any) -> int:
+        backend, options = find_backend("sycl", owner.options)
+        probe = backend.probe(options)
+        if not probe.devices or probe.devices[0].kind is DeviceKind.CPU:
+            pytest.skip(f"no GPU here: {probe.reason or probe.devices}")
+        return 0
+
+
+@pytest.mark.gpu
+class TestBasicOnGpu(BasicSuite):
+    backend = "sycl"
+    device_index = FirstGpu()
+
+
+@pytest.mark.gpu
+class TestOpsOnGpu(OpsSuite):
+    backend = "sycl"
+    device_index = FirstGpu()
+
+
+@pytest.mark.gpu
+class TestRingOnGpu(RingSuite):
+    backend = "sycl"
+    device_index = FirstGpu()
+
+
+@pytest.mark.gpu
+class TestOverlapOnGpu(OverlapSuite):
+    backend = "sycl"
+    device_index = FirstGpu()
