@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from noria.api import API_VERSION, Backend, DeviceInfo, DeviceKind, ProbeResult
 from noria.api.errors import BackendUnavailable, DeviceError
 from noria_sycl.icd import all_drivers
 from noria_sycl.runtime import Found, RuntimeUnavailable
+from noria_sycl.trial import failure
 
 if TYPE_CHECKING:
     from noria_sycl.device import SyclDevice
@@ -19,6 +21,9 @@ _HINTS = {
     _OPENCL: "Install what it needs with: pip install 'noria[sycl]', and the OpenCL driver of your GPU.",
     _SYCL: "Install what it needs with: pip install dpctl; or set runtime to opencl.",
 }
+
+
+log = logging.getLogger(__name__)
 
 
 class SyclBackend(Backend):
@@ -64,35 +69,58 @@ class SyclBackend(Backend):
 
 
 def _find(options: Mapping[str, Any]) -> list[Found]:
-    """Every device of the runtime that is asked for, in our order.
+    """Every device that works of the runtime that is asked for, in our order.
 
     Raises:
         RuntimeUnavailable: it has none.
     """
     runtime = options.get("runtime", "auto")
     with all_drivers():
-        if runtime == _SYCL:
-            found = _find_sycl()
-        elif runtime == _OPENCL:
-            found = _find_opencl(options)
+        if runtime != "auto":
+            found = _working(runtime, options)
         else:
             try:
-                found = _find_opencl(options)
+                found = _working(_OPENCL, options)
             except RuntimeUnavailable as error:
                 try:
-                    found = _find_sycl()
+                    found = _working(_SYCL, options)
                 except RuntimeUnavailable:
                     raise error from None
     return sorted(found, key=lambda one: _ORDER.index(one.kind))
 
 
-def _find_opencl(options: Mapping[str, Any]) -> list[Found]:
+def _working(runtime: str, options: Mapping[str, Any]) -> list[Found]:
+    """What `find` finds, but CPUs whose driver is broken: a warning, or the reason if nothing else is there."""
+    working, broken = [], []
+    for found in find(runtime, options.get("copy_thread", "auto")):
+        reason = failure(runtime, found) if found.kind is DeviceKind.CPU else ""
+        if reason:
+            broken.append(f"{found.name} by {found.driver} cannot be used: {reason}")
+        else:
+            working.append(found)
+    if not working:
+        raise RuntimeUnavailable(runtime, "; ".join(broken))
+    for text in broken:
+        log.warning("%s", text)
+    return working
+
+
+def find(runtime: str, copy_thread: str = "auto") -> list[Found]:
+    """Every device that a runtime, "opencl" or "sycl", lists; one at least.
+
+    Raises:
+        RuntimeUnavailable: it has none.
+    """
+    return _find_sycl() if runtime == _SYCL else _find_opencl(copy_thread)
+
+
+def _find_opencl(copy_thread: str) -> list[Found]:
     try:
         from noria_sycl import opencl
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise RuntimeUnavailable(_OPENCL, f"PyOpenCL cannot be imported: {error}") from error
     try:
-        found = opencl.find(options.get("copy_thread", "auto"))
+        found = opencl.find(copy_thread)
     except opencl.OpenClRuntime.errors as error:
         raise RuntimeUnavailable(_OPENCL, f"OpenCL finds no driver: {error}") from error
     if not found:
@@ -103,7 +131,7 @@ def _find_opencl(options: Mapping[str, Any]) -> list[Found]:
 def _find_sycl() -> list[Found]:
     try:
         from noria_sycl import sycl
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise RuntimeUnavailable(_SYCL, f"dpctl cannot be imported: {error}") from error
     found = sycl.find()
     if not found:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import site
 import sys
@@ -9,6 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 VENDORS = "OCL_ICD_VENDORS"
 _SYSTEM = Path("/etc/OpenCL/vendors")
@@ -24,7 +28,7 @@ def all_drivers() -> Iterator[None]:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="noria-icd-") as folder:
-        for i, library in enumerate(libraries()):
+        for i, library in enumerate(filter(_loads, libraries())):
             (Path(folder) / f"{i:02}.icd").write_text(f"{library}\n", encoding="utf-8")
         os.environ[VENDORS] = folder
         try:
@@ -45,6 +49,17 @@ def libraries() -> list[str]:
         if library is not None:
             found.setdefault(Path(named).name.split(".")[0], library)
     return list(found.values())
+
+
+def _loads(library: str) -> bool:
+    """Whether a driver of pip's or conda's is complete: the loader passes over one that is not, and says nothing."""
+    if "/" in library:
+        try:
+            ctypes.CDLL(library)
+        except OSError as error:
+            log.warning("the OpenCL driver %s cannot be loaded: %s", library, error)
+            return False
+    return True
 
 
 def _files() -> Iterator[Path]:
